@@ -1,0 +1,159 @@
+"""The command line: `python -m ddtree_jax generate | demo`."""
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from ddtree_jax._version import __version__
+from ddtree_jax.config import Sampling, Speculation
+from ddtree_jax.generate import METHODS, Completion, Model, generate, load, stream
+
+DEMO_PROMPTS = (
+    "def fibonacci(n):\n",
+    "import os\n\n\nclass FileReader:\n    def __init__(self, path):\n",
+    "The Transmission Control Protocol is",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status. Bad input ends with one line on stderr."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"ddtree_jax: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ddtree_jax", description="Decode Kimi K2.6 with DFlash drafts verified as trees."
+    )
+    parser.add_argument("--version", action="version", version=f"ddtree_jax {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("generate", help="complete prompts")
+    command.add_argument("prompts", nargs="+", metavar="PROMPT")
+    command.add_argument("--method", choices=METHODS, default="ddtree")
+    command.add_argument("--budget", type=int, default=8, help="tree nodes besides the root (8)")
+    command.add_argument("--top-k", type=int, default=4, help="candidates a position (4)")
+    command.add_argument(
+        "--block-size", type=int, default=None, metavar="F", help="drafter rows (the drafter's)"
+    )
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--max-new-tokens", type=int, default=128)
+    _model_options(command)
+    command.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt, and nothing else, on stdout"
+    )
+    command.set_defaults(run=_generate)
+
+    command = commands.add_parser("demo", help="three prompts, all methods side by side")
+    command.add_argument("--max-new-tokens", type=int, default=96)
+    _model_options(command)
+    command.set_defaults(run=_demo)
+    return parser
+
+
+def _model_options(command) -> None:
+    command.add_argument("--model", default="kimi-nano", metavar="PATH", help="name or folder")
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
+
+
+def _generate(options) -> int:
+    speculation = Speculation(options.budget, options.top_k, options.block_size)
+    sampling = Sampling(options.temperature, options.seed)
+    model = load(options.model, dtype=options.dtype)
+    settings = (options.method, speculation, sampling, options.max_new_tokens)
+    console = Console()
+    for prompt in options.prompts:
+        done: list[Completion] = []
+        pieces = stream(model, prompt, *settings, done=done)
+        if options.json:
+            for _ in pieces:
+                pass
+            print(json.dumps(_as_json(done[0], options.method, options.budget)), flush=True)
+            continue
+        print(prompt, end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print("\n")
+        console.print(_summary([(options.method, done[0])]))
+    return 0
+
+
+def _as_json(done: Completion, method: str, budget: int) -> dict:
+    return {
+        "text": done.text,
+        "tokens": done.tokens,
+        "prompt_tokens": done.prompt_tokens,
+        "finish_reason": done.finish_reason,
+        "method": method,
+        "budget": _budget(method, budget, done),
+        "verify_passes": done.verify_passes,
+        "accept_length": round(done.accept_length, 4),
+        "accept_by_depth": [round(a, 4) for a in done.accept_by_depth],
+        "tokens_per_second": round(done.tokens_per_second, 2),
+    }
+
+
+def _budget(method: str, budget: int, done: Completion) -> int:
+    """Drafted rows a pass: the tree's budget, the chain's horizon, none."""
+    return {"ddtree": budget, "dflash": len(done.accept_by_depth), "autoregressive": 0}[method]
+
+
+def _summary(results: list[tuple[str, Completion]]) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for name in (
+        "method", "verify passes", "tokens", "accept length", "acceptance by depth", "tokens/s"
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method, done in results:
+        table.add_row(
+            method,
+            str(done.verify_passes),
+            str(len(done.tokens)),
+            f"{done.accept_length:.2f}",
+            " ".join(f"{a:.2f}" for a in done.accept_by_depth) or "-",
+            f"{done.tokens_per_second:.1f}",
+        )
+    return table
+
+
+def _demo(options) -> int:
+    model = load(options.model, dtype=options.dtype)
+    console, equal = Console(), True
+    outputs = {
+        method: generate(model, DEMO_PROMPTS, method, max_new_tokens=options.max_new_tokens)
+        for method in reversed(METHODS)
+    }
+    for index, prompt in enumerate(DEMO_PROMPTS):
+        results = [(method, done[index]) for method, done in outputs.items()]
+        same = len({tuple(done.tokens) for _, done in results}) == 1
+        equal &= same
+        console.rule()
+        print(prompt + results[-1][1].text, flush=True)
+        console.rule(style="dim")
+        console.print(_summary(results))
+        verdict = "the three texts are equal" if same else "THE TEXTS DIFFER"
+        console.print(f"{verdict}\n", style="green" if same else "bold red")
+    _explain(console, model, equal)
+    return 0 if equal else 1
+
+
+def _explain(console: Console, model: Model, equal: bool) -> None:
+    verdict = "All methods wrote the same text" if equal else "Some texts differ"
+    console.print(
+        f"{verdict}, greedily, with {model.name}. Accept length: tokens committed per verify pass, "
+        "the bonus counted, the token that prefill samples not. Acceptance by depth: share of "
+        "passes that committed a drafted token that deep. Tokens/s: of one prompt in the batch of "
+        "three; CPU figures say nothing about a GPU."
+    )

@@ -1,0 +1,89 @@
+"""Mixture of experts as DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and Kimi K2 have it.
+
+Selection sees a bias per expert that balances load; weights do not: they are the plain sigmoid
+scores of the chosen experts, normalised and scaled.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ddtree_jax.config import KimiConfig
+from ddtree_jax.model.layers import MLP, matmul
+from ddtree_jax.pallas.expert_matmul import GROUP, Int4
+
+
+class Router(nnx.Module):
+    """Scores in float32 or wider: `weight` [experts, hidden], bias added for selection only."""
+
+    def __init__(self, config: KimiConfig, *, rngs: nnx.Rngs, dtype):
+        shape = (config.n_routed_experts, config.hidden_size)
+        values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[1] ** -0.5
+        self.weight = nnx.Param(values.astype(dtype))
+        self.e_score_correction_bias = nnx.Param(jnp.zeros(shape[0], jnp.float32))
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "m hidden"], valid: Bool[Array, "m"]
+    ) -> tuple[Int[Array, "m k"], Float[Array, "m k"]]:
+        """Expert ids and weights of every row; rows that are not valid go to no expert (id E)."""
+        c = self.config
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        scores = jax.nn.sigmoid(matmul(x.astype(wide), self.weight[...].astype(wide)))
+        biased = scores + self.e_score_correction_bias[...].astype(wide)[None]
+        _, ids = lax.top_k(biased, c.num_experts_per_tok)
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if c.norm_topk_prob:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return jnp.where(valid[:, None], ids, c.n_routed_experts), weights * c.routed_scaling_factor
+
+
+class Experts(nnx.Module):
+    """All routed experts of all MoE layers, stacked: no step ever slices a layer out.
+
+    Each of gate, up [layers, experts, width, hidden] and down [.., hidden, width] is dense, or INT4
+    as a pair of `words` and `scales`.
+    """
+
+    def __init__(self, config: KimiConfig, *, rngs: nnx.Rngs, dtype, gain: float = 1.0):
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        for name, out, inner, g in (
+            ("gate", width, hidden, 1.0), ("up", width, hidden, 1.0), ("down", hidden, width, gain)
+        ):  # fmt: skip
+            stack = (config.num_moe_layers, config.n_routed_experts, out)
+            if config.expert_bits == 4:
+                setattr(self, f"{name}_words", nnx.Param(jnp.zeros((*stack, inner // 8), jnp.int32)))
+                scales = jnp.zeros((*stack, inner // GROUP), jnp.bfloat16)
+                setattr(self, f"{name}_scales", nnx.Param(scales))
+            else:
+                values = jax.random.normal(rngs.params(), (*stack, inner)) * g * inner**-0.5
+                setattr(self, name, nnx.Param(values.astype(dtype)))
+        self.quantized = config.expert_bits == 4
+
+    def weights(self) -> tuple[Array | Int4, Array | Int4, Array | Int4]:
+        """gate, up and down as the grouped matmul takes them."""
+        if not self.quantized:
+            return self.gate[...], self.up[...], self.down[...]
+        return tuple(
+            Int4(getattr(self, f"{n}_words")[...], getattr(self, f"{n}_scales")[...])
+            for n in ("gate", "up", "down")
+        )
+
+
+class MoE(nnx.Module):
+    """What one MoE layer owns besides its slice of `Experts`: router and shared expert."""
+
+    def __init__(self, config: KimiConfig, index: int, *, rngs: nnx.Rngs, dtype, gain: float):
+        self.gate = Router(config, rngs=rngs, dtype=dtype)
+        width = config.n_shared_experts * config.moe_intermediate_size
+        self.shared_experts = (
+            MLP(config.hidden_size, width, rngs=rngs, dtype=dtype, gain=gain) if width else None
+        )
+        self.index = index
+
+    def __call__(self, x, valid, experts: Experts, expert_mlp):
+        ids, weights = self.gate(x, valid)
+        out = expert_mlp(x, *experts.weights(), self.index, ids, weights)
+        return out if self.shared_experts is None else out + self.shared_experts(x)

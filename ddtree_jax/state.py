@@ -1,0 +1,105 @@
+"""What the step is a function of: weights that stay, and the state it replaces."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from ddtree_jax.cache import Cache
+from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.model.dflash import DFlash, merge_dflash
+from ddtree_jax.model.kimi import Kimi, merge_kimi
+
+RUNNING, STOP, LENGTH, ERROR = range(4)  # values of DecodeState.reason
+REASONS = (None, "stop", "length", "error")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    """Flat parameter leaves of target and drafter; their configs are static.
+
+    The modules are put together while tracing only, so that a call of the jitted step flattens
+    two tuples and no module.
+    """
+
+    target: tuple[Array, ...]
+    drafter: tuple[Array, ...] | None
+    config: KimiConfig = field(metadata={"static": True})
+    drafter_config: DFlashConfig | None = field(metadata={"static": True})
+    dtype: str = field(default="float32", metadata={"static": True})
+
+    def target_module(self) -> Kimi:
+        return merge_kimi(self.config, self.target, self.dtype)
+
+    def drafter_module(self) -> DFlash:
+        if self.drafter is None:
+            raise ValueError("this model has no drafter: only method='autoregressive' can run")
+        return merge_dflash(self.drafter_config, self.drafter, self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """R requests between two steps. Donate it: the caches are updated in place.
+
+    The root is the last committed token: it is among `tokens`, but its latent is not yet cached.
+    `count` includes it and the token prefill sampled. Positions count from 0, so `lengths` is also
+    the root's position.
+    """
+
+    cache: Cache
+    block_tables: Int[Array, "r pages"]
+    lengths: Int[Array, "r"]  # S: tokens in the cache
+    root: Int[Array, "r"]
+    tokens: Int[Array, "r capacity"]  # generated tokens
+    count: Int[Array, "r"]  # how many of them
+    limit: Int[Array, "r"]  # max_new_tokens
+    stop_ids: Int[Array, "r stops"]  # -1 pads
+    seeds: UInt32[Array, "r"]
+    temperature: Float[Array, "r"]
+    reason: Int[Array, "r"]  # RUNNING, or why the request ended
+    passes: Int[Array, "r"]  # verify passes the request took part in
+    hits: Int[Array, "r depth"]  # passes that committed a drafted token at depth 1, 2, ...
+
+    @property
+    def active(self) -> Bool[Array, "r"]:
+        return self.reason == RUNNING
+
+    @property
+    def finished(self) -> Bool[Array, "r"]:
+        return self.reason != RUNNING
+
+    @property
+    def error(self) -> Bool[Array, "r"]:
+        """Requests whose target produced NaN; they ended there, without a token from it."""
+        return self.reason == ERROR
+
+
+def emit(
+    state: DecodeState, tokens: Int[Array, "r e"], count: Int[Array, "r"], failed: Bool[Array, "r"]
+) -> tuple[DecodeState, Int[Array, "r"]]:
+    """Append the first `count` of `tokens` to each request, and end it where they say so.
+
+    Cut after the first stop id and at `limit`, whichever comes first in token order; a stop id
+    that is the last allowed token ends with "stop". `failed` requests end with "error" after the
+    tokens given, unless these end them first. Returns the state and how many tokens were kept.
+    """
+    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    given = jnp.where(state.active, count, 0)
+    stops = (tokens[:, :, None] == state.stop_ids[:, None, :]).any(axis=-1)
+    stops = stops & (offset < given[:, None])
+    first_stop = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1] + 1)
+    room = state.limit - state.count
+    kept = jnp.minimum(jnp.minimum(given, first_stop), room).astype(jnp.int32)
+    reason = jnp.where(failed & state.active, ERROR, state.reason)
+    reason = jnp.where(state.active & (given >= room) & (room <= first_stop), LENGTH, reason)
+    reason = jnp.where(state.active & (first_stop <= jnp.minimum(given, room)), STOP, reason)
+    column = jnp.where(offset < kept[:, None], state.count[:, None] + offset, state.tokens.shape[1])
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    written = state.tokens.at[rows, column].set(tokens, mode="drop")
+    state = replace(
+        state, tokens=written, count=state.count + kept, reason=reason.astype(jnp.int32)
+    )
+    return state, kept

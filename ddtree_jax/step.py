@@ -1,0 +1,197 @@
+"""The decode step: draft, build, verify, walk, commit, as one pure function of weights and state.
+
+A chain is a tree with one branch and autoregression a tree of budget 0, so the three steps differ
+in the tree they verify and in nothing else.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ddtree_jax.cache import Cache, scatter_tokens
+from ddtree_jax.config import PAGE_SIZE, Speculation
+from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention
+from ddtree_jax.model.kimi import Kimi, Rows
+from ddtree_jax.pallas.tree_attention import tree_attention_reference
+from ddtree_jax.sampling import choose, keyed_noise, perturb
+from ddtree_jax.state import DecodeState, Weights, emit
+from ddtree_jax.tree import Tree, build, candidates, walk
+
+
+def autoregressive_step(weights: Weights, state: DecodeState) -> DecodeState:
+    """Plain decoding: one row a request, one token a pass."""
+    return _step(weights, state, budget=0, top_k=1, block_size=1)
+
+
+def dflash_step(weights: Weights, state: DecodeState, *, block_size: int | None = None):
+    """Verify the drafter's likeliest token of every position as a chain of block_size rows."""
+    block = served_block_size(weights, block_size)
+    return _step(weights, state, budget=block - 1, top_k=1, block_size=block)
+
+
+def ddtree_step(
+    weights: Weights, state: DecodeState, *, speculation: Speculation = Speculation()
+) -> DecodeState:
+    """Verify the `budget` most probable prefixes as a tree of budget+1 rows (DDTree)."""
+    if speculation.budget == 0:
+        return autoregressive_step(weights, state)
+    if speculation.top_k > weights.config.vocab_size:
+        raise ValueError(
+            f"top_k={speculation.top_k}: must be at most vocab_size={weights.config.vocab_size}"
+        )
+    block = served_block_size(weights, speculation.block_size)
+    return _step(
+        weights, state, budget=speculation.budget, top_k=speculation.top_k, block_size=block
+    )
+
+
+def served_block_size(weights: Weights, block_size: int | None) -> int:
+    """The drafter rows of a pass: asked for, or the drafter's own; never more than it was trained on."""
+    if weights.drafter_config is None:
+        raise ValueError("this model has no drafter: only method='autoregressive' can run")
+    trained = weights.drafter_config.block_size
+    block = trained if block_size is None else block_size
+    if not 2 <= block <= trained:
+        raise ValueError(f"block_size={block}: must be from 2 to the drafter's {trained}")
+    return block
+
+
+def _step(
+    weights: Weights, state: DecodeState, *, budget: int, top_k: int, block_size: int
+) -> DecodeState:
+    target = weights.target_module()
+    drafter = weights.drafter_module() if weights.drafter is not None else None
+    horizon = block_size - 1
+    # Column d of the noise belongs to the token at depth d+1, position S+d+1.
+    positions = state.lengths[:, None] + jnp.arange(1, block_size + 1, dtype=jnp.int32)[None]
+    vocab = weights.config.vocab_size
+    noise = keyed_noise(state.seeds, positions, vocab, state.temperature)
+    if budget:
+        logits = draft(target, drafter, state, block_size)
+        scores = perturb(logits, noise[:, :horizon], state.temperature)
+        log_q, tokens = candidates(jax.nn.log_softmax(scores.astype(jnp.float32)), top_k)
+    else:
+        log_q = jnp.zeros((state.root.shape[0], 0, 1), jnp.float32)
+        tokens = log_q.astype(jnp.int32)
+    tree = build(state.root, log_q, tokens, budget, state.active)
+    logits, rows = verify(target, state, tree, _tap_layers(weights))
+    by_node = jnp.take_along_axis(noise, tree.depth[..., None], axis=1)
+    chosen = choose(perturb(logits, by_node, state.temperature))
+    path, length, bonus = walk(tree, chosen, horizon)
+    # Without this barrier the scatter of autoregression, whose indices need no logits, may be
+    # scheduled before attention has read the cache, and XLA copies the whole pool.
+    latents, taps, cache, path = lax.optimization_barrier(
+        (rows.latents, rows.taps, state.cache, path)
+    )
+    cache = commit(cache, drafter, state, tree, latents, taps, path, length)
+    return _advance(replace(state, cache=cache), tree, path, length, bonus)
+
+
+def _tap_layers(weights: Weights) -> tuple[int, ...]:
+    return () if weights.drafter_config is None else weights.drafter_config.target_layer_ids
+
+
+def draft(
+    target: Kimi, drafter: DFlash, state: DecodeState, block_size: int
+) -> Float[Array, "r horizon v"]:
+    """Logits of the positions after the root: one drafter pass over the root and masks.
+
+    Rows see the cached context (the window's pages only, in sliding layers) and their own block.
+    """
+    config, tables = drafter.config, state.block_tables
+    requests, pages = tables.shape
+    offsets = jnp.arange(block_size, dtype=jnp.int32)[None]
+    positions = state.lengths[:, None] + offsets
+    block = jnp.where(offsets == 0, state.root[:, None], config.mask_token_id)
+
+    def attention(queries, keys, values, layer):
+        window = config.sliding_window
+        full = config.layer_types[layer] == "full_attention"
+        read = pages if full else min(pages, -(-window // PAGE_SIZE) + 1)
+
+        def one(q, k, v, table, length, rows):
+            first = jnp.clip((length - 1) // PAGE_SIZE - read + 1, 0, pages - read)
+            table = lax.dynamic_slice_in_dim(table, first, read)
+            cached = first * PAGE_SIZE + jnp.arange(read * PAGE_SIZE, dtype=jnp.int32)
+            shape = (read * PAGE_SIZE, *k.shape[1:])
+            keys = jnp.concatenate([state.cache.keys[layer, table].reshape(shape), k])
+            values = jnp.concatenate([state.cache.values[layer, table].reshape(shape), v])
+            context = block_visibility(config, layer, rows, cached, block=False)
+            inside = block_visibility(config, layer, rows, rows, block=True)
+            mask = jnp.concatenate([context & (cached < length)[None], inside], axis=1)
+            return grouped_attention(q, keys, values, mask)
+
+        return jax.vmap(one)(queries, keys, values, tables, state.lengths, positions)
+
+    hidden = drafter(target.embed_tokens(block), positions, attention)
+    return target.lm_head(hidden[:, 1:])
+
+
+def verify(
+    target: Kimi, state: DecodeState, tree: Tree, tap_layers: tuple[int, ...]
+) -> tuple[Float[Array, "r n v"], Rows]:
+    """One target pass over all nodes of all trees; reads the cache, writes nothing.
+
+    Siblings share a position: the root's plus their depth.
+    """
+    requests, nodes = tree.tokens.shape
+    row_start = jnp.arange(requests + 1, dtype=jnp.int32) * nodes
+    ancestors = tree.ancestors.reshape(requests * nodes, -1)
+    positions = (state.lengths[:, None] + tree.depth).reshape(-1)
+    used = jnp.arange(nodes, dtype=jnp.int32)[None] < tree.size[:, None]
+    config = target.config
+
+    def attention(mla, x, positions, layer):
+        nope, rope, latents = mla.project(x, positions)
+        out, _ = tree_attention_reference(
+            mla.absorb(nope, rope), latents, state.cache.latents, layer, state.block_tables,
+            state.lengths, row_start, ancestors, scale=config.softmax_scale,
+            value_size=config.kv_lora_rank, max_rows=nodes,
+        )  # fmt: skip
+        return mla.output(out), latents
+
+    rows = target(tree.tokens.reshape(-1), positions, used.reshape(-1), attention, tap_layers)
+    return target.lm_head(rows.hidden).reshape(requests, nodes, -1), rows
+
+
+def commit(
+    cache: Cache, drafter: DFlash | None, state: DecodeState, tree: Tree, latents, taps, path, length
+) -> Cache:
+    """Write the path's latents, and the drafter's context made of the path's taps, to the pages."""
+    requests, nodes = tree.tokens.shape
+    row = jnp.arange(requests, dtype=jnp.int32)[:, None] * nodes + path
+    place = (state.block_tables, state.lengths, length)
+    pool = scatter_tokens(cache.latents, latents[:, row], *place)
+    if drafter is None:
+        return replace(cache, latents=pool)
+    positions = state.lengths[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    keys, values = drafter.context(taps[row], positions)
+    return Cache(
+        pool,
+        scatter_tokens(cache.keys, keys, *place),
+        scatter_tokens(cache.values, values, *place),
+    )
+
+
+def _advance(state: DecodeState, tree: Tree, path, length, bonus) -> DecodeState:
+    """Emit the path's drafted tokens and the bonus, count, and make the bonus the next root."""
+    drafted = jnp.take_along_axis(tree.tokens, path, axis=1)[:, 1:]
+    accepted = jnp.maximum(length - 1, 0)
+    failed = bonus < 0
+    offset = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    run = jnp.concatenate([drafted, bonus[:, None]], axis=1)
+    run = jnp.where(offset == accepted[:, None], bonus[:, None], run)
+    active = state.active
+    state, kept = emit(state, run, accepted + jnp.where(failed, 0, 1), failed)
+    depths = jnp.arange(state.hits.shape[1], dtype=jnp.int32)[None]
+    hit = depths < jnp.minimum(accepted, kept)[:, None]
+    return replace(
+        state,
+        lengths=state.lengths + length,
+        root=jnp.where(active & ~failed, bonus, state.root),
+        passes=state.passes + active,
+        hits=state.hits + hit,
+    )

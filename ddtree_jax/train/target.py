@@ -1,0 +1,238 @@
+"""Training of the target on one GPU. Run it through `python -m ddtree_jax.train.run`.
+
+Float32 masters, bf16 work; the token streams lie on the device and a jitted call does a chunk of
+steps, so that Python is out of the way. Routed experts are trained through INT4 in the last part,
+expert load is balanced by the selection bias alone (DeepSeek-V3, section 2.1.2).
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ddtree_jax.config import KimiConfig
+from ddtree_jax.model.kimi import Kimi
+from ddtree_jax.train import forward, store
+from ddtree_jax.train.nano import Scale
+from ddtree_jax.train.optimizer import Optimizer
+from ddtree_jax.train.pace import UNDECIDED, Pace, drive
+from ddtree_jax.train.params import initialise
+from ddtree_jax.train.windows import LONGEST, Streams, Windows, sample
+
+STEM = "nano_target"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    batch: int = 32
+    length: int = 2048
+    long_length: int = 4096  # of the last `long_share` of the steps, with a smaller batch
+    long_share: float = 0.2
+    chunk: int = 20  # steps of one jitted call
+    code_share: float = 0.62
+    loop_share: float = 0.2
+    longest_repeat: int = LONGEST
+    quantize_from: float = 0.6
+    balance: float = 1e-3
+    z_loss: float = 1e-4
+    seed: int = 0
+    dtype: str = "bfloat16"
+    attention: str = "xla"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, at either length."""
+        return self.batch * self.length
+
+    def shape(self, step: int, total: int) -> tuple[int, int]:
+        """Batch and length of a step."""
+        long_from = (total * (1 - self.long_share)) // self.chunk * self.chunk
+        if total == UNDECIDED or step < long_from:
+            return self.batch, self.length
+        return self.tokens // self.long_length, self.long_length
+
+
+class Losses(NamedTuple):
+    """Sums over a step: nats and labels of code and of prose, rows of each expert."""
+
+    nats: jax.Array  # [2]
+    labels: jax.Array  # [2]
+    load: jax.Array  # [moe layers, experts]
+
+
+def token_losses(config: KimiConfig, weights, tokens, attention: str, counts=None):
+    """Cross entropy and log-partition of every label of `tokens` [b, t+1], both [b, t]."""
+    rows = forward.run(config, weights, tokens[:, :-1], attention, counts=counts)
+    scores = forward.logits(weights, rows.hidden)
+    partition = jax.nn.logsumexp(scores, axis=-1)
+    labels = tokens[:, 1:].reshape(-1, 1).astype(jnp.int32)
+    vocabulary = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
+    picked = jnp.where(labels == vocabulary, scores, 0).sum(axis=-1)  # no scatter backwards
+    shape = (tokens.shape[0], tokens.shape[1] - 1)
+    return (partition - picked).reshape(shape), partition.reshape(shape)
+
+
+def loss(config: KimiConfig, recipe: Recipe, masters, windows: Windows, quantized):
+    weights = forward.working(masters, jnp.dtype(recipe.dtype), quantized)
+    counts: list[jax.Array] = []
+    nats, partition = token_losses(config, weights, windows.tokens, recipe.attention, counts)
+    nats = jnp.where(windows.kept, nats, 0)
+    z = jnp.where(windows.kept, partition**2, 0)
+    total = windows.kept.sum()
+    kinds = jnp.stack([windows.code, ~windows.code]).astype(jnp.float32)  # [2, b]
+    losses = Losses(kinds @ nats.sum(axis=1), kinds @ windows.kept.sum(axis=1), jnp.stack(counts))
+    return (nats.sum() + recipe.z_loss * z.sum()) / total, losses
+
+
+def train_step(config: KimiConfig, recipe: Recipe, shape, streams: Streams, state):
+    """One step; what it sees depends on the seed and `state["step"]` alone."""
+    step, total = state["step"], state["total"]
+    key = jax.random.fold_in(jax.random.key(recipe.seed), step)
+    windows = sample(
+        key, streams, *shape, recipe.code_share, recipe.loop_share, recipe.longest_repeat
+    )
+    quantized = step >= recipe.quantize_from * total
+    grad = jax.value_and_grad(partial(loss, config, recipe), has_aux=True)
+    (value, losses), grads = grad(state["params"], windows, quantized)
+    params, moments, norm = recipe.optimizer.update(
+        state["params"], grads, state["moments"], step, total
+    )
+    rate = recipe.optimizer.rate(step, total)
+    params = balance(config, params, losses.load, recipe.balance * rate / recipe.optimizer.peak)
+    load = losses.load.astype(jnp.float32)
+    metrics = {
+        "loss": value,
+        "nats": losses.nats,
+        "labels": losses.labels,
+        "norm": norm,
+        "rate": rate,
+        "imbalance": (load.max(axis=1) / load.mean(axis=1)).max(),
+    }
+    state = {"params": params, "moments": moments, "step": step + 1, "total": total}
+    return state, metrics
+
+
+def balance(config: KimiConfig, params, load, speed):
+    """Raise the selection bias of experts with less than the mean load, lower the others'."""
+    out, load = dict(params), load.astype(jnp.float32)
+    for i in range(config.num_moe_layers):
+        name = f"layers/{config.first_k_dense_replace + i}/mlp/gate/{forward.KEEP_WIDE}"
+        out[name] = params[name] + speed * jnp.sign(load[i].mean() - load[i])
+    return out
+
+
+@lru_cache
+def chunk_step(config: KimiConfig, recipe: Recipe, shape: tuple[int, int]):
+    """(state, streams) -> (state, metrics [chunk]), jitted, the state donated."""
+
+    def steps(state, streams):
+        body = partial(train_step, config, recipe, shape, streams)
+        return lax.scan(lambda s, _: body(s), state, None, length=recipe.chunk)
+
+    return jax.jit(steps, donate_argnums=0)
+
+
+def initial(config: KimiConfig, recipe: Recipe):
+    params = initialise(Kimi, config, recipe.seed)
+    moments = recipe.optimizer.init(params)
+    return {
+        "params": params,
+        "moments": moments,
+        "step": jnp.int32(0),
+        "total": jnp.int32(UNDECIDED),
+    }
+
+
+def summary(recipe: Recipe, step: int, total, took: float, metrics) -> dict:
+    """Means over a chunk, for the log."""
+    m = jax.device_get(metrics)
+    code, prose = m["nats"].sum(0) / np.maximum(m["labels"].sum(0), 1)
+    return {
+        "step": step,
+        "total": total,
+        "tokens": step * recipe.tokens,
+        "loss": m["loss"].mean(),
+        "code": code,
+        "prose": prose,
+        "norm": m["norm"].mean(),
+        "lr": m["rate"][-1],
+        "imbalance": m["imbalance"].mean(),
+        "tok_s": round(recipe.chunk * recipe.tokens / took),
+    }
+
+
+def train(scale: Scale, recipe: Recipe, streams: Streams, workdir: Path, pace: Pace) -> bool:
+    """Train or go on training; False if the deadline came first. Exports at every checkpoint."""
+    checkpoints = store.Checkpoints(workdir / "target")
+    log = store.Log(workdir / "target_log.jsonl")
+    config = scale.trained
+    state = initial(config, recipe)
+    if (found := checkpoints.restore(state)) is not None:
+        state = found
+        log.write(resumed=int(state["step"]), total=int(state["total"]))
+    compiled = set()
+
+    def work(state, step):
+        shape = recipe.shape(step, int(state["total"]))
+        compiled.add(shape)
+        return chunk_step(config, recipe, shape)(state, streams)
+
+    def save(state):
+        checkpoints.save(int(state["step"]), state)
+        store.export(workdir, STEM, store.published(state["params"]))
+
+    def report(step, total, took, metrics):
+        log.write(**summary(recipe, step, total, took, metrics))
+
+    state, done = drive(
+        state, work, save, report, pace, recipe.chunk,
+        lambda step, total: recipe.shape(step, total) not in compiled,
+    )  # fmt: skip
+    checkpoints.close()
+    log.write(finished=done, step=int(state["step"]), total=int(state["total"]))
+    return done
+
+
+def bits_per_byte(
+    config: KimiConfig, weights, documents, attention: str, length=2048, batch=32, most=1 << 20
+) -> dict:
+    """Bits per byte of documents [(ids closed by EOS, bytes)], said on end in windows of `length`.
+
+    `weights` are those a step computes with. Reads whole documents, about `most` tokens of them.
+    """
+    eos = documents[0][0][-1:]
+    ids, size = [eos], 0
+    for tokens, count in documents:
+        if sum(map(len, ids)) + len(tokens) > most and size:
+            break
+        ids.append(np.asarray(tokens))
+        size += count
+    stream = np.concatenate(ids).astype(np.int32)
+    span = batch * length
+    labels = len(stream) - 1
+    padded = np.pad(stream, (0, -labels % span), constant_values=int(eos[0]))
+
+    @jax.jit
+    def nats(weights, tokens, count):
+        out, _ = token_losses(config, weights, tokens, attention)
+        here = jnp.arange(span, dtype=jnp.int32).reshape(batch, length) < count
+        return jnp.where(here, out, 0).sum()
+
+    total = 0.0
+    for start in range(0, labels, span):
+        rows = np.lib.stride_tricks.sliding_window_view(
+            padded[start : start + span + 1], length + 1
+        )
+        total += float(nats(weights, jnp.asarray(rows[::length]), min(span, labels - start)))
+    return {
+        "bits_per_byte": total / np.log(2) / size,
+        "nats_per_token": total / labels,
+        "tokens": labels,
+        "bytes": size,
+    }

@@ -1,0 +1,10 @@
+"""Eight CPU devices, and no silent broadcasting over missing axes.
+
+Each pytest-xdist worker is a process of its own and imports this file before any test module; jax
+raises if its backends were already in use. Warnings are errors through pyproject.toml.
+"""
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")

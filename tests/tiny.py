@@ -1,0 +1,41 @@
+"""A tiny random Kimi with a drafter of its shape, small enough to compile in a second or two.
+
+Its vocabulary is small, so that drafts from random weights are accepted often by chance alone.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ddtree_jax.config import DFlashConfig, KimiConfig, Yarn
+from ddtree_jax.generate import Model
+from ddtree_jax.model.dflash import DFlash
+from ddtree_jax.model.kimi import Kimi
+from ddtree_jax.state import Weights
+
+TARGET = KimiConfig(
+    vocab_size=12, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, q_lora_rank=16,
+    kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, intermediate_size=48,
+    moe_intermediate_size=32, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=1,
+    first_k_dense_replace=1, routed_scaling_factor=2.0, norm_topk_prob=True, rms_norm_eps=1e-5,
+    rope_theta=50000.0, max_position_embeddings=1024,
+    yarn=Yarn(factor=4.0, original_max_position_embeddings=256, mscale_all_dim=1.0),
+)  # fmt: skip
+DRAFTER = DFlashConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=50000.0, vocab_size=12,
+    num_target_layers=3, target_layer_ids=(0, 2), mask_token_id=11, block_size=8,
+    layer_types=("sliding_attention", "full_attention"), sliding_window=20,
+    yarn=Yarn(factor=4.0, original_max_position_embeddings=256),
+)  # fmt: skip
+
+
+def tiny_model(dtype: str = "float32", seed: int = 0, eos: tuple[int, ...] = (), **changes) -> Model:
+    """Random weights with logits peaked enough that a drafter agrees now and then."""
+    config = replace(TARGET, eos_token_ids=eos, **changes)
+    target = Kimi(config, rngs=nnx.Rngs(seed), dtype=jnp.dtype(dtype))
+    drafter = DFlash(DRAFTER, rngs=nnx.Rngs(seed + 1), dtype=jnp.dtype(dtype))
+    leaves = [tuple(jax.tree.leaves(nnx.state(m))) for m in (target, drafter)]
+    return Model(Weights(*leaves, config, DRAFTER, dtype), None, "tiny")
