@@ -17,7 +17,7 @@ PAGE_SIZE = 64  # tokens of one cache page
 class Yarn:
     """YaRN rope scaling (Peng et al. 2023, arXiv 2309.00071).
 
-    `attention_factor` multiplies cos and sin; it is explicit because published drafters differ in it.
+    `attention_factor` multiplies cos and sin; explicit because published drafters differ in it.
     `mscale_all_dim` enters the softmax scale of MLA only (`KimiConfig.softmax_scale`).
     """
 
@@ -49,7 +49,8 @@ class Yarn:
         kind = fields.get("rope_type", fields.get("type", "default"))
         if kind == "default":
             return None
-        _require(kind in ("yarn", "deepseek_yarn"), "rope_scaling.type", kind, "'yarn' or 'default'")
+        known = ("yarn", "deepseek_yarn")
+        _require(kind in known, "rope_scaling.type", kind, "'yarn' or 'default'")
         known = {
             "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
             "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
@@ -267,9 +268,15 @@ class DFlashConfig:
             **{
                 name: fields[name]
                 for name in (
-                    "hidden_size", "intermediate_size", "num_hidden_layers",
-                    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-                    "vocab_size", "num_target_layers",
+                    "hidden_size",
+                    "intermediate_size",
+                    "num_hidden_layers",
+                    "num_attention_heads",
+                    "num_key_value_heads",
+                    "head_dim",
+                    "rms_norm_eps",
+                    "vocab_size",
+                    "num_target_layers",
                 )
             },  # fmt: skip
             rope_theta=fields.get("rope_theta", rope.get("rope_theta")),
@@ -278,7 +285,7 @@ class DFlashConfig:
             block_size=block,
             layer_types=tuple(kinds),
             sliding_window=fields.get("sliding_window"),
-            causal_sliding=bool(own.get("is_causal", False)),
+            causal_sliding=bool(own.get("is_causal", fields.get("is_causal", False))),
             yarn=Yarn.from_published(rope),
         )
 
@@ -299,7 +306,7 @@ class DFlashConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's distribution is sampled: `temperature` 0 is greedy, `seed` keys the noise."""
+    """How the target is sampled: `temperature` 0 is greedy, `seed` keys the noise."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -415,7 +422,7 @@ _DFLASH_FIXED = {
     "hidden_act": ("silu",), "attention_bias": (False,), "tie_word_embeddings": (False,),
     "mlp_bias": (False,),
 }  # fmt: skip
-_DFLASH_KNOWN = _KIMI_KNOWN | {"dflash_config", "max_position_embeddings"}
+_DFLASH_KNOWN = _KIMI_KNOWN | {"dflash_config", "max_position_embeddings", "is_causal"}
 _DFLASH_OWN = {"mask_token_id", "mask_token", "target_layer_ids", "block_size", "is_causal"}
 _DFLASH_NEUTRAL = {
     "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None,

@@ -64,7 +64,7 @@ class Completion:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of this prompt that verify passes committed, per second of the batch's decoding."""
+        """This prompt's tokens from verify passes, per second of the whole batch's decoding."""
         return max(len(self.tokens) - 1, 0) / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -119,7 +119,7 @@ def generate(
     """
     prompts = _as_list(prompts)
     state = prefill(model, prompts, sampling, max_new_tokens)
-    step = _Step(method, speculation, model.weights)
+    step = Method(method, speculation, model.weights)
     state, _ = decode(model.weights, state, step, 0)  # compiles, runs no pass
     jax.block_until_ready(state)
     start = time.perf_counter()
@@ -145,7 +145,7 @@ def stream(
     if model.tokenizer is None:
         raise ValueError("this model has no tokenizer: use generate with token ids")
     state = prefill(model, [prompt], sampling, max_new_tokens)
-    step = _Step(method, speculation, model.weights)
+    step = Method(method, speculation, model.weights)
     state, running = decode(model.weights, state, step, 0)
     decoder, shown, seconds = StreamDecoder(model.tokenizer), 0, 0.0
     while True:
@@ -229,9 +229,7 @@ def prefill_request(weights: Weights, state: DecodeState, request, tokens, lengt
     rows = target(tokens, positions, positions < length, attention, taps)
     place = (state.block_tables[request][None], jnp.zeros(1, jnp.int32), length[None])
     cache = state.cache
-    cache = replace(
-        cache, latents=scatter_tokens(cache.latents, rows.latents[:, None], *place)
-    )
+    cache = replace(cache, latents=scatter_tokens(cache.latents, rows.latents[:, None], *place))
     if weights.drafter is not None:
         keys, values = weights.drafter_module().context(rows.taps, positions)
         cache = replace(
@@ -257,7 +255,7 @@ def prefill_request(weights: Weights, state: DecodeState, request, tokens, lengt
     return emit(state, state.root[:, None], (own & ~failed).astype(jnp.int32), failed)[0]
 
 
-class _Step:
+class Method:
     """A method with its settings: hashable, so that it is a static argument of `decode`."""
 
     def __init__(self, method: str, speculation: Speculation, weights: Weights):
@@ -281,7 +279,7 @@ class _Step:
         return hash(self.key)
 
     def __eq__(self, other):
-        return isinstance(other, _Step) and self.key == other.key
+        return isinstance(other, Method) and self.key == other.key
 
     def __call__(self, weights: Weights, state: DecodeState) -> DecodeState:
         if self.method == "autoregressive":
@@ -292,7 +290,7 @@ class _Step:
 
 
 @partial(jax.jit, static_argnames="step", donate_argnames="state")
-def decode(weights: Weights, state: DecodeState, step: _Step, passes):
+def decode(weights: Weights, state: DecodeState, step: Method, passes):
     """Run `step` on the device until every request has ended, or for `passes` verify passes.
 
     Returns the state and whether any request still runs. One program serves whole generations and
@@ -312,7 +310,7 @@ def decode(weights: Weights, state: DecodeState, step: _Step, passes):
 
 
 def completion(
-    model: Model, state: DecodeState, request: int, prompt_tokens: int, seconds: float, step: _Step
+    model: Model, state: DecodeState, request: int, prompt_tokens: int, seconds: float, step: Method
 ) -> Completion:
     """Read one request's result off the state."""
     count, passes = int(state.count[request]), int(state.passes[request])
@@ -339,7 +337,9 @@ def _power_of_two(n: int) -> int:
 
 
 def _stop_ids(model: Model) -> tuple[int, ...]:
-    return model.config.eos_token_ids
+    """The config's, and the tokenizer's own: published configs name only one of Kimi's two."""
+    own = () if model.tokenizer is None else model.tokenizer.eos_ids
+    return tuple(dict.fromkeys((*model.config.eos_token_ids, *own)))
 
 
 def _as_list(prompts) -> list:

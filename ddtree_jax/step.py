@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ddtree_jax.cache import Cache, scatter_tokens
 from ddtree_jax.config import PAGE_SIZE, Speculation
@@ -49,7 +49,7 @@ def ddtree_step(
 
 
 def served_block_size(weights: Weights, block_size: int | None) -> int:
-    """The drafter rows of a pass: asked for, or the drafter's own; never more than it was trained on."""
+    """Drafter rows of a pass: those asked for, or the drafter's own, which is also the most."""
     if weights.drafter_config is None:
         raise ValueError("this model has no drafter: only method='autoregressive' can run")
     trained = weights.drafter_config.block_size
@@ -133,14 +133,10 @@ def draft(
 def verify(
     target: Kimi, state: DecodeState, tree: Tree, tap_layers: tuple[int, ...]
 ) -> tuple[Float[Array, "r n v"], Rows]:
-    """One target pass over all nodes of all trees; reads the cache, writes nothing.
-
-    Siblings share a position: the root's plus their depth.
-    """
+    """One target pass over all nodes of all trees; reads the cache, writes nothing."""
     requests, nodes = tree.tokens.shape
-    row_start = jnp.arange(requests + 1, dtype=jnp.int32) * nodes
+    starts = row_starts(tree)
     ancestors = tree.ancestors.reshape(requests * nodes, -1)
-    positions = (state.lengths[:, None] + tree.depth).reshape(-1)
     used = jnp.arange(nodes, dtype=jnp.int32)[None] < tree.size[:, None]
     config = target.config
 
@@ -148,21 +144,44 @@ def verify(
         nope, rope, latents = mla.project(x, positions)
         out, _ = tree_attention_reference(
             mla.absorb(nope, rope), latents, state.cache.latents, layer, state.block_tables,
-            state.lengths, row_start, ancestors, scale=config.softmax_scale,
+            state.lengths, starts, ancestors, scale=config.softmax_scale,
             value_size=config.kv_lora_rank, max_rows=nodes,
         )  # fmt: skip
         return mla.output(out), latents
 
+    positions = node_positions(state, tree).reshape(-1)
     rows = target(tree.tokens.reshape(-1), positions, used.reshape(-1), attention, tap_layers)
     return target.lm_head(rows.hidden).reshape(requests, nodes, -1), rows
 
 
+def row_starts(tree: Tree) -> Int[Array, "r1"]:
+    """The first packed row of every request, and the end: all trees here have one row count."""
+    requests, nodes = tree.tokens.shape
+    return jnp.arange(requests + 1, dtype=jnp.int32) * nodes
+
+
+def node_positions(state: DecodeState, tree: Tree) -> Int[Array, "r n"]:
+    """Positions of all nodes: siblings share the one their depth gives them."""
+    return state.lengths[:, None] + tree.depth
+
+
+def path_rows(tree: Tree, path: Int[Array, "r path"]) -> Int[Array, "r path"]:
+    """Packed rows of the nodes on the path, which need not be the request's first rows."""
+    return row_starts(tree)[:-1, None] + path
+
+
 def commit(
-    cache: Cache, drafter: DFlash | None, state: DecodeState, tree: Tree, latents, taps, path, length
+    cache: Cache,
+    drafter: DFlash | None,
+    state: DecodeState,
+    tree: Tree,
+    latents: Float[Array, "layers m latent"],
+    taps: Float[Array, "m taps hidden"],
+    path: Int[Array, "r path"],
+    length: Int[Array, "r"],
 ) -> Cache:
     """Write the path's latents, and the drafter's context made of the path's taps, to the pages."""
-    requests, nodes = tree.tokens.shape
-    row = jnp.arange(requests, dtype=jnp.int32)[:, None] * nodes + path
+    row = path_rows(tree, path)
     place = (state.block_tables, state.lengths, length)
     pool = scatter_tokens(cache.latents, latents[:, row], *place)
     if drafter is None:

@@ -141,9 +141,8 @@ def ancestor_words(parent: Int[Array, "r n"], used: Bool[Array, "r n"]) -> UInt3
     nodes = parent.shape[1]
     index = jnp.arange(nodes, dtype=jnp.int32)
     word = jnp.arange(-(-nodes // 32), dtype=jnp.int32)
-    own = jnp.where(
-        index[:, None] // 32 == word[None], jnp.uint32(1) << (index % 32).astype(jnp.uint32)[:, None], 0
-    ).astype(jnp.uint32)
+    bit = jnp.uint32(1) << (index % 32).astype(jnp.uint32)
+    own = jnp.where(index[:, None] // 32 == word[None], bit[:, None], jnp.uint32(0))
     words = jnp.where(used[..., None], own[None], 0)
     jump = jnp.where(parent >= 0, parent, index[None])
     for _ in range(max(nodes - 1, 0).bit_length()):

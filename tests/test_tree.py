@@ -128,7 +128,9 @@ def test_is_the_optimum_of_the_surrogate():
     """With K >= min(B, V) no prefix-closed set of B nodes has more mass (all of them tried)."""
     rng = np.random.default_rng(5)
     for vocab, horizon, budget in [(2, 3, 4), (3, 2, 4), (2, 3, 6), (3, 2, 3)]:
-        every = [p for d in range(1, horizon + 1) for p in itertools.product(range(vocab), repeat=d)]
+        every = [
+            p for d in range(1, horizon + 1) for p in itertools.product(range(vocab), repeat=d)
+        ]
         for _ in range(5):
             log_p = random_log_q(rng, 1, horizon, vocab, "plain")
             log_q, tokens = candidates(log_p, min(budget, vocab))

@@ -32,7 +32,9 @@ DRAFTER = DFlashConfig(
 )  # fmt: skip
 
 
-def tiny_model(dtype: str = "float32", seed: int = 0, eos: tuple[int, ...] = (), **changes) -> Model:
+def tiny_model(
+    dtype: str = "float32", seed: int = 0, eos: tuple[int, ...] = (), **changes
+) -> Model:
     """Random weights with logits peaked enough that a drafter agrees now and then."""
     config = replace(TARGET, eos_token_ids=eos, **changes)
     target = Kimi(config, rngs=nnx.Rngs(seed), dtype=jnp.dtype(dtype))

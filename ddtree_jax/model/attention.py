@@ -43,8 +43,8 @@ class MLA(nnx.Module):
 
     def project(
         self, x: Float[Array, "m hidden"], positions: Int[Array, "m"]
-    ) -> tuple[Float[Array, "m heads nope"], Float[Array, "m heads rope"], Float[Array, "m latent"]]:
-        """Query parts without and with position, and the rows' own latents (what a cache keeps)."""
+    ) -> tuple[Float[Array, "m h nope"], Float[Array, "m h rope"], Float[Array, "m latent"]]:
+        """Query parts without and with position, and the rows' own latents, as a cache keeps."""
         c = self.config
         q = self.q_proj(x) if c.q_lora_rank is None else self._low_rank_queries(x)
         q = q.reshape(*x.shape[:-1], c.num_attention_heads, -1)

@@ -88,7 +88,7 @@ class DFlash(nnx.Module):
         positions: Int[Array, "r f"],
         attention: BlockAttention,
     ) -> Float[Array, "r f hidden"]:
-        """Embedded block rows (row 0: the root, then masks) to hidden rows for the target's head."""
+        """Embedded block rows (the root, then masks) to hidden rows for the target's head."""
         cos, sin = self.angles(positions, x.dtype)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(x)

@@ -54,7 +54,8 @@ class Experts(nnx.Module):
         ):  # fmt: skip
             stack = (config.num_moe_layers, config.n_routed_experts, out)
             if config.expert_bits == 4:
-                setattr(self, f"{name}_words", nnx.Param(jnp.zeros((*stack, inner // 8), jnp.int32)))
+                words = jnp.zeros((*stack, inner // 8), jnp.int32)
+                setattr(self, f"{name}_words", nnx.Param(words))
                 scales = jnp.zeros((*stack, inner // GROUP), jnp.bfloat16)
                 setattr(self, f"{name}_scales", nnx.Param(scales))
             else:

@@ -1,4 +1,4 @@
-"""Tree attention over the paged latent cache: every row sees its request's prefix and its ancestors.
+"""Tree attention over the paged latent cache: a row sees its request's prefix and its ancestors.
 
 Mask offsets. Rows of all requests lie packed, request r owning rows row_start[r] ..
 row_start[r+1]-1. For a row m of request r let i = m - row_start[r], its node. Node j of the same
@@ -48,16 +48,18 @@ def tree_attention_reference(
     nodes = jnp.arange(width, dtype=jnp.int32)
 
     def request(table, length, first, last):
-        rows = jnp.minimum(first + nodes, m - 1)  # of nodes 0, 1, ...; those from last on are not r's
+        rows = jnp.minimum(
+            first + nodes, m - 1
+        )  # node 0, 1, ...; those from `last` on are not ours
         inside = first + nodes < last
         prefix = pool[layer, table].reshape(-1, d)  # [p * page, d]
         cached = jnp.arange(prefix.shape[0], dtype=jnp.int32) < length
         keys = jnp.concatenate([prefix, latents[rows]])
-        visible = jnp.concatenate([cached, inside])
+        some = inside & (ancestors[rows] != 0).any(axis=-1)  # padding rows see nothing
+        visible = jnp.concatenate([cached, some])
         keys = jnp.where(visible[:, None], keys, 0).astype(queries.dtype)
         bits = (ancestors[rows][:, nodes // 32] >> (nodes % 32).astype(jnp.uint32)[None]) & 1
         tree = (bits == 1) & inside[None, :] & inside[:, None]
-        some = inside & (ancestors[rows] != 0).any(axis=-1)  # padding rows see nothing
         mask = jnp.concatenate([cached[None] & some[:, None], tree], axis=-1)
         scores = jnp.einsum(
             "nhd,kd->nhk", queries[rows], keys, precision=high, preferred_element_type=wide
@@ -76,8 +78,10 @@ def tree_attention_reference(
 
     out, lse, rows = jax.vmap(request)(block_tables, lengths, row_start[:-1], row_start[1:])
     rows = rows.reshape(requests * width)
-    out = jnp.zeros((m, heads, value_size), queries.dtype).at[rows].set(
-        out.reshape(-1, heads, value_size), mode="drop"
+    out = (
+        jnp.zeros((m, heads, value_size), queries.dtype)
+        .at[rows]
+        .set(out.reshape(-1, heads, value_size), mode="drop")
     )
     lse = jnp.full((m, heads), -jnp.inf, wide).at[rows].set(lse.reshape(-1, heads), mode="drop")
     return out, lse

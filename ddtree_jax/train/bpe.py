@@ -41,9 +41,13 @@ def train(texts: Iterator[str]) -> tuple[tokenizers.Tokenizer, dict[bytes, int],
     tokenizer = tokenizers.Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(KIMI_PATTERN), "isolated"), byte_level])
-    trainer = trainers.BpeTrainer(vocab_size=N_RANKS, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        [pre_tokenizers.Split(Regex(KIMI_PATTERN), "isolated"), byte_level]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=N_RANKS,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     # Byte-level BPE spells each byte as one printable character; this undoes it.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -59,13 +63,13 @@ def train(texts: Iterator[str]) -> tuple[tokenizers.Tokenizer, dict[bytes, int],
 
 def merge(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
     """BPE of one piece with the ranks under `below` only."""
-    parts = [token[i:i + 1] for i in range(len(token))]
+    parts = [token[i : i + 1] for i in range(len(token))]
     while True:
         pairs = [(ranks.get(parts[i] + parts[i + 1], below), i) for i in range(len(parts) - 1)]
         rank, i = min(pairs, default=(below, 0))
         if rank >= below:
             return parts
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
 def main() -> None:
@@ -75,8 +79,11 @@ def main() -> None:
     args = parser.parse_args()
 
     trained, ranks, spelled = train(sample(args.corpus))
-    unreachable = [token for token, rank in ranks.items()
-                   if rank >= 256 and len(merge(token, ranks, rank)) != 2]
+    unreachable = [
+        token
+        for token, rank in ranks.items()
+        if rank >= 256 and len(merge(token, ranks, rank)) != 2
+    ]
     if len(ranks) != N_RANKS or unreachable:
         raise ValueError(f"{len(ranks)} ranks; no merge reaches {unreachable}")
     args.model.mkdir(parents=True, exist_ok=True)
@@ -92,8 +99,10 @@ def main() -> None:
             raise ValueError("decoding does not return the text")
         theirs = [ranks[spelled[i]] for i in trained.encode(text).ids]
         different += ids != theirs
-    print(f"{len(ranks)} ranks, {len(used)} used in {len(texts)} documents; "
-          f"{different} of them differ from the trainer's own encoding")
+    print(
+        f"{len(ranks)} ranks, {len(used)} used in {len(texts)} documents; "
+        f"{different} of them differ from the trainer's own encoding"
+    )
 
 
 if __name__ == "__main__":

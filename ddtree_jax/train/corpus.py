@@ -36,11 +36,13 @@ def archive_path(source: dict, folder: Path) -> Path | None:
     name, version = source["name"], source["version"]
     if source["origin"] == "pypi":
         wanted = re.sub(r"[-_.]+", "_", f"{name}-{version}").lower() + "_"
-        fits = (p for p in folder.glob("*.whl")
-                if re.sub(r"[-_.]+", "_", p.name).lower().startswith(wanted))
+        fits = (
+            p
+            for p in folder.glob("*.whl")
+            if re.sub(r"[-_.]+", "_", p.name).lower().startswith(wanted)
+        )
     else:
-        fits = (p for p in folder.glob("*.deb")
-                if unquote(p.name).startswith(f"{name}_{version}_"))
+        fits = (p for p in folder.glob("*.deb") if unquote(p.name).startswith(f"{name}_{version}_"))
     return next(fits, None)
 
 
@@ -50,8 +52,17 @@ def download(source: dict, folder: Path) -> Path | None:
         return found
     name, version = source["name"], source["version"]
     if source["origin"] == "pypi":
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                   "--only-binary", ":all:", f"{name}=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            f"{name}=={version}",
+        ]
     else:
         command = ["apt-get", "download", "--quiet", f"{name}={version}"]
     subprocess.run(command, cwd=folder, capture_output=True, check=False)
@@ -62,7 +73,7 @@ def windows(text: str, kind: str) -> set[int]:
     """Hashes of every WINDOW consecutive lines (sentences in prose), blanks and case ignored."""
     lines = text.split("\n") if kind == "code" else re.split(r"\n|(?<=[.;:]) ", text)
     lines = [key for line in lines if len(key := line.strip().lower()) > 3]
-    return {hash(tuple(lines[i:i + WINDOW])) for i in range(max(1, len(lines) - WINDOW + 1))}
+    return {hash(tuple(lines[i : i + WINDOW])) for i in range(max(1, len(lines) - WINDOW + 1))}
 
 
 def extract(job: tuple[Path, dict]) -> tuple[dict, list[tuple[str, str]]]:
@@ -85,7 +96,8 @@ def select(found: list[tuple[dict, list]], kind: str, stats: Counter) -> dict[st
     for source, texts in found:
         for path, text in texts:
             pool[split_of(source, path)].append(
-                {"package": source["name"], "path": path, "text": text})
+                {"package": source["name"], "path": path, "text": text}
+            )
     seen: set[int] = set()
     kept: dict[str, list[dict]] = {}
     for split, limit in (("train", DUPLICATE), ("heldout", SHARED), ("unseen", SHARED)):
@@ -99,8 +111,9 @@ def select(found: list[tuple[dict, list]], kind: str, stats: Counter) -> dict[st
             kept[split].append(document)
     size = sum(len(d["text"]) for d in kept["train"])
     share = TRAIN_BYTES[kind] / size
-    kept["train"] = [d for d in kept["train"]
-                     if fraction("sample", d["package"], d["path"]) < share]
+    kept["train"] = [
+        d for d in kept["train"] if fraction("sample", d["package"], d["path"]) < share
+    ]
     return kept
 
 

@@ -127,18 +127,18 @@ def attention(config: DFlashConfig, anchors: Int[Array, "b a"], keys, values):
         q = queries.reshape(batch, count, block, kv, -1, d) * jnp.asarray(d**-0.5, queries.dtype)
         own_k = own_keys.reshape(batch, count, block, kv, d)
         own_v = own_values.reshape(batch, count, block, kv, d)
-        far = dot("baqgid,bkgd->bgiaqk", q, keys)
-        near = dot("baqgid,bakgd->bgiaqk", q, own_k)
+        far = dot("baqgid,bkgd->bgaqik", q, keys)
+        near = dot("baqgid,bakgd->bgaqik", q, own_k)
         seen = context_visibility(config, layer, anchors, length)
-        far = jnp.where(seen.reshape(batch, 1, 1, count, block, length), far, -jnp.inf)
+        far = jnp.where(seen.reshape(batch, 1, count, block, 1, length), far, -jnp.inf)
         place = jnp.arange(block, dtype=jnp.int32)
         inside = block_visibility(config, layer, place, place, block=True)
-        near = jnp.where(inside[None, None, None, None], near, -jnp.inf)
+        near = jnp.where(inside[None, None, None, :, None], near, -jnp.inf)
         top = lax.stop_gradient(jnp.maximum(far.max(-1), near.max(-1)))[..., None]
         far, near = jnp.exp(far - top), jnp.exp(near - top)
         total = far.sum(-1, keepdims=True) + near.sum(-1, keepdims=True)
         far, near = ((w / total).astype(queries.dtype) for w in (far, near))
-        out = dot("bgiaqk,bkgd->baqgid", far, values) + dot("bgiaqk,bakgd->baqgid", near, own_v)
+        out = dot("bgaqik,bkgd->baqgid", far, values) + dot("bgaqik,bakgd->baqgid", near, own_v)
         return out.astype(queries.dtype).reshape(queries.shape)
 
     return lambda q, k, v, layer: attend(q, k, v, keys[layer], values[layer], layer)
@@ -254,8 +254,9 @@ def train(scale: Scale, recipe: Recipe, workdir: Path, source: Path, pace: Pace)
     def report(step, total, took, metrics):
         m = jax.device_get(metrics)
         log.write(
-            step=step, total=total, group=group(step - recipe.chunk), loss=m["loss"].mean(),
-            accept=m["accept"].mean(), norm=m["norm"].mean(), lr=m["rate"][-1],
+            repeated=True, step=step, total=total, group=group(step - recipe.chunk),
+            loss=m["loss"].mean(), accept=m["accept"].mean(), norm=m["norm"].mean(),
+            lr=m["rate"][-1],
             tok_s=round(recipe.chunk * recipe.rows / took),
         )  # fmt: skip
 

@@ -16,23 +16,33 @@ PACKAGE_BYTES = {"code": 3_200_000, "prose": 9_000_000}
 VENDORED = re.compile(
     r"(_?vendor(ed)?|extern(als?)?|third_?party|node_modules|site-packages|_modules|migrations|"
     r"whatsnew|class-use|package-(use|tree)|locales?|releases|_static|changelogs?|"
-    r"translations)(/|\.)", re.I)
+    r"translations)(/|\.)",
+    re.I,
+)
 LANGUAGE = re.compile(
     r"[/._-](ar|ca|cs|da|de|el|es|fi|fr|hu|id|it|ja|ko|nb|nl|pl|pt|ro|ru|sv|tr|uk|vi|zh|sp)"
-    r"([_-][a-z]{2,4})?[/.]", re.I)
+    r"([_-][a-z]{2,4})?[/.]",
+    re.I,
+)
 GENERATED = re.compile(
-    r"do not edit|auto-?generated|generated (by|from|with)|machine generated", re.I)
+    r"do not edit|auto-?generated|generated (by|from|with)|machine generated", re.I
+)
 LICENCE = re.compile(r"copyright|licen[sc]e|SPDX", re.I)
 HEADER = re.compile(r"\A(?:(?:#[^\n]*)?\n)+")
 MDOC = re.compile(r"\b(Bq|Er|Fa|Fn|Xr|Ar|Dq|Pa|Vt|Va|Nm|Li|Em|Sy|Ns|Pq|Cm|Fl|Ic|Dv|Ql|Oo|Oc) ")
 COMMON = re.compile(
-    r"\b(the|of|to|and|a|in|is|that|for|it|as|with|be|on|by|this|are|or|an|you|from|not|can|if)\b")
-BLOCKS = set("p div section article li dt dd tr table ul ol dl h1 h2 h3 h4 h5 h6 blockquote br hr"
-             " title body page note info desc item".split())
+    r"\b(the|of|to|and|a|in|is|that|for|it|as|with|be|on|by|this|are|or|an|you|from|not|can|if)\b"
+)
+BLOCKS = set(
+    "p div section article li dt dd tr table ul ol dl h1 h2 h3 h4 h5 h6 blockquote br hr"
+    " title body page note info desc item".split()
+)
 SKIPPED = set("script style nav head header footer form button svg math info links".split())
-CHROME = re.compile(r"sphinxsidebar|related|headerlink|navheader|navfooter|sidebar|toctree|topnav|"
-                    r"breadcrumb|footer|navset|contents-?list|docnav|page-header|^ path$|toplang|"
-                    r"titlenav")
+CHROME = re.compile(
+    r"sphinxsidebar|related|headerlink|navheader|navfooter|sidebar|toctree|topnav|"
+    r"breadcrumb|footer|navset|contents-?list|docnav|page-header|^ path$|toplang|"
+    r"titlenav"
+)
 
 
 def fraction(*parts: str) -> float:
@@ -67,8 +77,11 @@ def html_text(data: bytes) -> str:
 
     def walk(node, verbatim: bool) -> None:
         tag = node.tag
-        skip = not isinstance(tag, str) or tag in SKIPPED or CHROME.search(
-            f"{node.get('class', '')} {node.get('id', '')}")
+        skip = (
+            not isinstance(tag, str)
+            or tag in SKIPPED
+            or CHROME.search(f"{node.get('class', '')} {node.get('id', '')}")
+        )
         if not skip:
             block = tag in BLOCKS or tag == "pre"
             verbatim_here = verbatim or tag == "pre"
@@ -93,14 +106,23 @@ def html_text(data: bytes) -> str:
 
 def man_text(text: str) -> str:
     """A manual page without its roff requests; good enough to read."""
-    text = re.sub(r'^[.\'](\\"|de |if |ie |el |nr |ds |so |TH |in|ft|hy|ad|na|tr ).*\n', "", text,
-                  flags=re.M)
+    text = re.sub(
+        r'^[.\'](\\"|de |if |ie |el |nr |ds |so |TH |in|ft|hy|ad|na|tr ).*\n', "", text, flags=re.M
+    )
     text = re.sub(r"^\.S[HS] ?(.*)$", r"\n\1\n", text, flags=re.M)
     text = re.sub(r"^\.[A-Za-z]{1,2}(?: |$)(.*)$", lambda m: MDOC.sub("", m[1]), text, flags=re.M)
     text = re.sub(r"^-(\d+|\w+( -.*)?)$\n", "", text, flags=re.M)
     text = re.sub(r"\\f(\[\w*\]|\(\w\w|.)|\\[&|^c]", "", text)
-    for escape, plain in (("\\-", "-"), ("\\(aq", "'"), ("\\(bu", "*"), ("\\(em", " - "),
-                          ("\\e", "\\"), ("\\(lq", '"'), ("\\(rq", '"'), ("\\ ", " ")):
+    for escape, plain in (
+        ("\\-", "-"),
+        ("\\(aq", "'"),
+        ("\\(bu", "*"),
+        ("\\(em", " - "),
+        ("\\e", "\\"),
+        ("\\(lq", '"'),
+        ("\\(rq", '"'),
+        ("\\ ", " "),
+    ):
         text = text.replace(escape, plain)
     return "" if text.count("\\(") + text.count("\\*") > 20 else text
 
@@ -113,8 +135,9 @@ def files(archive: Path, wanted: re.Pattern) -> Iterator[tuple[str, bytes]]:
                 if wanted.search(item.filename):
                     yield item.filename, wheel.read(item)
         return
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(archive)],
-                          stdout=subprocess.PIPE) as unpack:
+    with subprocess.Popen(
+        ["dpkg-deb", "--fsys-tarfile", str(archive)], stdout=subprocess.PIPE
+    ) as unpack:
         with tarfile.open(fileobj=unpack.stdout, mode="r|") as tar:
             for item in tar:
                 if item.isfile() and wanted.search(item.name):
@@ -137,7 +160,7 @@ def clean_code(text: str) -> str:
         return ""
     header = HEADER.match(text)
     if header and LICENCE.search(header[0]):
-        text = text[header.end():]
+        text = text[header.end() :]
     digits = sum(map(text.count, "0123456789"))
     if max(map(len, text.splitlines() or [""])) > 1000 or digits > 0.12 * len(text):
         return ""
@@ -183,18 +206,28 @@ def documents(archive: Path, source: dict) -> list[tuple[str, str]]:
     """(path, text) of a package, program files before tests, in an order fixed by hashes."""
     kind = source["kind"]
     name_pattern = re.compile(source.get("paths", ""))
-    suffix = re.compile(r"\.py$" if kind == "code" else
-                        r"\.(rst|txt|pod|page|x?html?|html\.en|dict\.dz|[1-9]\w*\.gz)(\.gz)?$")
+    suffix = re.compile(
+        r"\.py$"
+        if kind == "code"
+        else r"\.(rst|txt|pod|page|x?html?|html\.en|dict\.dz|[1-9]\w*\.gz)(\.gz)?$"
+    )
     found = []
     for name, data in files(archive, suffix):
-        if (name_pattern.search(name) and not VENDORED.search(name)
-                and not (kind == "prose" and LANGUAGE.search(name))
-                and (len(data) >= FILE_BYTES[0])):
+        if (
+            name_pattern.search(name)
+            and not VENDORED.search(name)
+            and not (kind == "prose" and LANGUAGE.search(name))
+            and (len(data) >= FILE_BYTES[0])
+        ):
             found.append((name, data))
     if kind == "prose" and any("/_sources/" in name for name, _ in found):
         found = [item for item in found if "/_sources/" in item[0]]  # HTML would repeat these
-    found.sort(key=lambda item: (bool(re.search(r"(^|/|_)tests?([/_.]|$)", item[0])),
-                                 fraction(source["name"], item[0])))
+    found.sort(
+        key=lambda item: (
+            bool(re.search(r"(^|/|_)tests?([/_.]|$)", item[0])),
+            fraction(source["name"], item[0]),
+        )
+    )
     kept, total = [], 0
     for name, data in found:
         for part, text in pieces(name, data, kind):

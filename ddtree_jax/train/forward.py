@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.attention import causal_attention
 from ddtree_jax.model.kimi import Kimi, Rows, merge_kimi
-from ddtree_jax.model.layers import matmul
+from ddtree_jax.model.layers import matmul, precision
 from ddtree_jax.pallas.expert_matmul import GROUP
 from ddtree_jax.train.params import Flat, leaves
 
@@ -23,7 +23,8 @@ def fake_quantize(weight: Float[Array, "*s i"]) -> Float[Array, "*s i"]:
     """INT4 values times their bf16 group scale, with the gradient of the identity."""
     values, scales = quantize(lax.stop_gradient(weight))
     rounded = (values * scales.astype(weight.dtype)[..., None]).reshape(weight.shape)
-    return weight + lax.stop_gradient(rounded - weight)
+    # In this order the sum is the rounded value to the last bit.
+    return lax.stop_gradient(rounded) + (weight - lax.stop_gradient(weight))
 
 
 def quantize(weight: Float[Array, "*s i"]) -> tuple[Array, Array]:
@@ -156,10 +157,26 @@ def run(
 
 def logits(weights: Flat, hidden: Float[Array, "*m h"]) -> Float[Array, "*m v"]:
     """The head, in float32 or wider."""
-    head = weights["lm_head/weight"]
+    return head(hidden, weights["lm_head/weight"])
+
+
+@jax.custom_vjp
+def head(hidden, weight):
+    """hidden times weight^T, wide; its gradient matmuls are as narrow as `hidden`."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    high = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-    return jnp.einsum("...h,vh->...v", hidden, head, precision=high, preferred_element_type=wide)
+    high = precision(hidden.dtype)
+    return jnp.einsum("...h,vh->...v", hidden, weight, precision=high, preferred_element_type=wide)
+
+
+def _head_backward(saved, grad):
+    hidden, weight = saved
+    grad, high = grad.astype(hidden.dtype), precision(hidden.dtype)
+    rows = jnp.einsum("...v,vh->...h", grad, weight, precision=high)
+    flat = (grad.reshape(-1, grad.shape[-1]), hidden.reshape(-1, hidden.shape[-1]))
+    return rows, jnp.einsum("mv,mh->vh", *flat, precision=high).astype(weight.dtype)
+
+
+head.defvjp(lambda hidden, weight: (head(hidden, weight), (hidden, weight)), _head_backward)
 
 
 def default_attention() -> str:

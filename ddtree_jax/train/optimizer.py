@@ -52,7 +52,7 @@ class Optimizer:
         """New parameters and moments, and the gradient's norm. A step without a finite
         gradient changes nothing."""
         grads = {n: grads[n].astype(jnp.float32) for n in moments.first}
-        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in grads.values()))
+        norm = jnp.sqrt(sum((g * g).sum() for g in grads.values()))
         sound = jnp.isfinite(norm)
         scale = jnp.minimum(1.0, self.clip / (norm + 1e-6))
         grads = {n: jnp.where(sound, g * scale, 0) for n, g in grads.items()}

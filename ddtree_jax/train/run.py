@@ -32,6 +32,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--data", type=Path, default=Path(".data"))
     add("--workdir", type=Path, required=True)
     add("--source", type=Path, help="folder of the exported target and samples; default: workdir")
+    add("--init", type=Path, help="folder of an exported target to train on from, without moments")
     add("--seconds", type=float, default=600, help="of the target's training, or of the one stage")
     add("--sample-seconds", type=float, default=90, help="with --stage all")
     add("--drafter-seconds", type=float, default=300, help="with --stage all")
@@ -120,7 +121,11 @@ def pilot(setup: Setup) -> bool:
             jax.block_until_ready(metrics)
             step += recipe.chunk
             took = time.monotonic() - begun
-            log.write(optimizer=matrices, **target.summary(recipe, step, None, took, metrics))
+            log.write(
+                repeated=True,
+                optimizer=matrices,
+                **target.summary(recipe, step, None, took, metrics),
+            )
             limit = limit or time.monotonic() + each  # after the compilation
         begun = time.monotonic()
         checkpoints = store.Checkpoints(workdir / f"pilot_{matrices}")
@@ -147,7 +152,10 @@ def memory() -> dict:
 def train_target(setup: Setup, seconds: float) -> bool:
     # Steps of the long windows cost about a sixth more.
     pace = setup.pace(seconds, reserve=60, slower=1 + setup.target.long_share / 6)
-    return target.train(setup.scale, setup.target, setup.streams, setup.args.workdir, pace)
+    init = setup.args.init
+    start = None if init is None else drafter.load_target(init, jnp.float32)
+    a = setup.args
+    return target.train(setup.scale, setup.target, setup.streams, a.workdir, pace, start)
 
 
 def evaluate(setup: Setup) -> bool:

@@ -35,7 +35,7 @@ class Group:
     low: int
     high: int
     length: int
-    segment: int = 256  # tokens between two growths of the cache
+    segment: int = 512  # tokens between two growths of the cache
     share: float = 0.5  # of the seconds
 
 

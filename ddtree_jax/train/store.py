@@ -93,16 +93,18 @@ def read_export(folder: Path, stem: str) -> Flat:
 
 
 class Log:
-    """One JSON object a line, appended to `path`; with `show`, also a short line on stdout."""
+    """One JSON object a line, appended to `path`; shown on stdout, `repeated` lines at most every
+    five seconds."""
 
-    def __init__(self, path: Path, show: bool = True):
-        self.path, self.show, self.start = Path(path), show, time.monotonic()
+    def __init__(self, path: Path):
+        self.path, self.start, self.shown = Path(path), time.monotonic(), 0.0
 
-    def write(self, **fields) -> None:
+    def write(self, repeated: bool = False, **fields) -> None:
         plain = {k: _plain(v) for k, v in fields.items()}
         with open(self.path, "a") as out:
             out.write(json.dumps(plain) + "\n")
-        if self.show:
+        if not repeated or time.monotonic() - self.shown > 5:
+            self.shown = time.monotonic()
             shown = " ".join(f"{k}={v}" for k, v in plain.items())
             print(f"[{time.monotonic() - self.start:6.1f}s] {shown}", flush=True)
 

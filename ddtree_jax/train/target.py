@@ -167,12 +167,19 @@ def summary(recipe: Recipe, step: int, total, took: float, metrics) -> dict:
     }
 
 
-def train(scale: Scale, recipe: Recipe, streams: Streams, workdir: Path, pace: Pace) -> bool:
-    """Train or go on training; False if the deadline came first. Exports at every checkpoint."""
+def train(
+    scale: Scale, recipe: Recipe, streams: Streams, workdir: Path, pace: Pace, start=None
+) -> bool:
+    """Train or go on training; False if the deadline came first. Exports at every checkpoint.
+
+    Without a checkpoint it begins from the parameters `start`, those of an export say.
+    """
     checkpoints = store.Checkpoints(workdir / "target")
     log = store.Log(workdir / "target_log.jsonl")
     config = scale.trained
     state = initial(config, recipe)
+    if start is not None:
+        state["params"] = start
     if (found := checkpoints.restore(state)) is not None:
         state = found
         log.write(resumed=int(state["step"]), total=int(state["total"]))
@@ -188,7 +195,7 @@ def train(scale: Scale, recipe: Recipe, streams: Streams, workdir: Path, pace: P
         store.export(workdir, STEM, store.published(state["params"]))
 
     def report(step, total, took, metrics):
-        log.write(**summary(recipe, step, total, took, metrics))
+        log.write(repeated=True, **summary(recipe, step, total, took, metrics))
 
     state, done = drive(
         state, work, save, report, pace, recipe.chunk,
@@ -199,8 +206,20 @@ def train(scale: Scale, recipe: Recipe, streams: Streams, workdir: Path, pace: P
     return done
 
 
+@lru_cache
+def sum_of_nats(config: KimiConfig, attention: str, batch: int, length: int):
+    """(weights, tokens [batch, length + 1], count) -> nats of the first `count` labels."""
+
+    def nats(weights, tokens, count):
+        out, _ = token_losses(config, weights, tokens, attention)
+        here = jnp.arange(batch * length, dtype=jnp.int32).reshape(batch, length) < count
+        return jnp.where(here, out, 0).sum()
+
+    return jax.jit(nats)
+
+
 def bits_per_byte(
-    config: KimiConfig, weights, documents, attention: str, length=2048, batch=32, most=1 << 20
+    config: KimiConfig, weights, documents, attention: str, length=2048, batch=32, most=1 << 22
 ) -> dict:
     """Bits per byte of documents [(ids closed by EOS, bytes)], said on end in windows of `length`.
 
@@ -218,12 +237,7 @@ def bits_per_byte(
     labels = len(stream) - 1
     padded = np.pad(stream, (0, -labels % span), constant_values=int(eos[0]))
 
-    @jax.jit
-    def nats(weights, tokens, count):
-        out, _ = token_losses(config, weights, tokens, attention)
-        here = jnp.arange(span, dtype=jnp.int32).reshape(batch, length) < count
-        return jnp.where(here, out, 0).sum()
-
+    nats = sum_of_nats(config, attention, batch, length)
     total = 0.0
     for start in range(0, labels, span):
         rows = np.lib.stride_tricks.sliding_window_view(

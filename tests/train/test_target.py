@@ -21,7 +21,7 @@ from ddtree_jax.train.windows import Streams
 CONFIG = TINY.trained
 RECIPE = target.Recipe(
     optimizer=Optimizer(warmup=2), batch=2, length=32, long_length=64, chunk=2, longest_repeat=6,
-    dtype="float32",
+    long_share=0.0, dtype="float32",
 )  # fmt: skip
 
 
@@ -81,12 +81,22 @@ def test_embedding_gradient_is_the_scatter():
     np.testing.assert_allclose(ours, want, rtol=1e-6, atol=1e-6)
 
 
+def test_head_gradients():
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, weight, grad = (
+        jax.random.normal(k, s) for k, s in zip(keys, ((2, 5, 8), (6, 8), (2, 5, 6)), strict=True)
+    )
+    ours = jax.vjp(forward.head, hidden, weight)[1](grad)
+    want = jax.vjp(lambda h, w: h @ w.T, hidden, weight)[1](grad)
+    for got, expected in zip(ours, want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_fake_quantisation_is_the_published_format(masters):
     weight = masters["experts/gate"].at[0, 0, 0, :32].set(0.0)
     values, scales = forward.quantize(weight)
     published = dequantize(forward.pack(values), scales, jnp.float32)
     fake = forward.fake_quantize(weight)
-    # w + (q - w) differs from q in the last bit: what is computed with must not.
     assert (fake == published).all()
     exact = dequantize(forward.pack(values), scales, jnp.bfloat16)
     assert (fake.astype(jnp.bfloat16) == exact).all()
@@ -149,9 +159,7 @@ def test_stopped_and_resumed_equals_straight(streams, tmp_path):
     stopping = Stopping(seconds=1e9, started=0.0, steps=10)
     assert not target.train(TINY, RECIPE, streams, tmp_path / "parts", stopping)
     assert target.train(TINY, RECIPE, streams, tmp_path / "parts", pace())
-    straight, parts = (
-        store.read_export(tmp_path / f, target.STEM) for f in ("straight", "parts")
-    )
+    straight, parts = (store.read_export(tmp_path / f, target.STEM) for f in ("straight", "parts"))
     assert all((straight[n] == parts[n]).all() for n in straight)
 
 

@@ -1,0 +1,96 @@
+"""How losslessness is tested: a drafter that knows the answer, poison, and the comparison."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ddtree_jax as dd
+from ddtree_jax import step as steps
+from ddtree_jax.cache import Cache
+from ddtree_jax.config import PAGE_SIZE
+from ddtree_jax.generate import Method
+from ddtree_jax.generate import decode as run
+
+FOREVER = 2**31 - 1
+NEW = 24  # generated tokens of a case
+TREE, GREEDY = dd.Speculation(), dd.Sampling()
+
+
+@dataclass
+class KnowingDrafter:
+    """Stands in for the drafter: the right tokens with noise, so that deep paths are walked.
+
+    `truth[r, p]` is the token at position p of request r in plain decoding. Random weights agree
+    with their target by chance only, and rarely below the first depth.
+    """
+
+    truth: jax.Array
+    config: dd.DFlashConfig
+
+    def context(self, taps, positions):
+        c = self.config
+        shape = (c.num_hidden_layers, *positions.shape, c.num_key_value_heads, c.head_dim)
+        return jnp.zeros(shape, taps.dtype), jnp.zeros(shape, taps.dtype)
+
+
+def knowing_draft(target, drafter, state, block_size):
+    """Replaces `step.draft`: the truth leads by a margin that the noise often overcomes."""
+    vocab, horizon = target.config.vocab_size, block_size - 1
+    place = state.lengths[:, None] + 1 + jnp.arange(horizon, dtype=jnp.int32)[None]
+    truth = jnp.take_along_axis(drafter.truth, place, axis=1)
+
+    def noise(position):
+        return jax.random.normal(jax.random.fold_in(jax.random.key(5), position), (vocab,))
+
+    logits = jax.vmap(jax.vmap(noise))(place) + 2.0 * jax.nn.one_hot(truth, vocab)
+    return logits.astype(target.lm_head.weight[...].dtype)
+
+
+def use_knowing_drafter(monkeypatch, model, prompts, completions):
+    """The model with a drafter that knows `completions`, its forward pass patched."""
+    longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+    truth = np.zeros((len(prompts), longest + 2 * NEW + 16), np.int32)
+    for row, p, c in zip(truth, prompts, completions, strict=True):
+        row[: len(p) + len(c)] = [*p, *c]
+    monkeypatch.setattr(steps, "draft", knowing_draft)
+    monkeypatch.setattr(
+        dd.Weights, "drafter_module", lambda w: KnowingDrafter(w.drafter[0], w.drafter_config)
+    )
+    return replace(model, weights=replace(model.weights, drafter=(jnp.asarray(truth),)))
+
+
+def poison(state):
+    """NaN in every cache slot that holds no committed token, spare pages included."""
+
+    def fill(pool):
+        if pool is None:
+            return None
+        pages = jnp.arange(state.block_tables.shape[1], dtype=jnp.int32) * PAGE_SIZE
+        place = pages[:, None] + jnp.arange(PAGE_SIZE, dtype=jnp.int32)[None]
+        free = place[None] >= state.lengths[:, None, None]  # [r, pages, 64]
+        owned = jnp.ones(pool.shape[1:3], bool).at[state.block_tables].set(free)
+        return jnp.where(owned.reshape(1, *owned.shape, *(1,) * (pool.ndim - 3)), jnp.nan, pool)
+
+    cache = state.cache
+    return replace(state, cache=Cache(fill(cache.latents), fill(cache.keys), fill(cache.values)))
+
+
+def decode(model, prompts, method, speculation=TREE, sampling=GREEDY, new=NEW):
+    """The final state of a batch whose caches were poisoned before the first pass."""
+    step = Method(method, speculation, model.weights)
+    state = poison(dd.prefill(model, prompts, sampling, new))
+    return run(model.weights, state, step, FOREVER)[0]
+
+
+def tokens(state) -> list[list[int]]:
+    return [
+        [int(t) for t in row[:count]]
+        for row, count in zip(np.asarray(state.tokens), np.asarray(state.count), strict=True)
+    ]
+
+
+def prompts_of(lengths, vocab=11, seed=3) -> list[list[int]]:
+    rng = np.random.default_rng([seed, *lengths])
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
