@@ -336,17 +336,17 @@ class Speculation:
     block_size: int | None = None
 
     def __post_init__(self):
-        _require(_is_int(self.budget) and self.budget >= 0, "budget", self.budget, "0 or greater")
-        _require(_is_int(self.top_k) and self.top_k >= 1, "top_k", self.top_k, "1 or greater")
+        _require(is_int(self.budget) and self.budget >= 0, "budget", self.budget, "0 or greater")
+        _require(is_int(self.top_k) and self.top_k >= 1, "top_k", self.top_k, "1 or greater")
         _require(
-            self.block_size is None or (_is_int(self.block_size) and self.block_size >= 2),
+            self.block_size is None or (is_int(self.block_size) and self.block_size >= 2),
             "block_size",
             self.block_size,
             "None, or 2 or greater",
         )
 
 
-def _is_int(value) -> bool:
+def is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,5 +1,6 @@
 """Loading, prefill, and the two ways to decode: to the end on the device, or piece by piece."""
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +15,19 @@ from jax import lax
 from ddtree_jax import state as st
 from ddtree_jax.cache import empty_cache, identity_tables, scatter_tokens
 from ddtree_jax.checkpoint import load_drafter, load_target
-from ddtree_jax.config import PAGE_SIZE, DFlashConfig, KimiConfig, Sampling, Speculation
+from ddtree_jax.config import (
+    PAGE_SIZE,
+    DFlashConfig,
+    KimiConfig,
+    Sampling,
+    Speculation,
+    is_int,
+)
 from ddtree_jax.model.attention import causal_attention
 from ddtree_jax.sampling import choose, keyed_noise, perturb
 from ddtree_jax.state import DecodeState, Weights, emit
 from ddtree_jax.step import autoregressive_step, ddtree_step, dflash_step, served_block_size
-from ddtree_jax.tokenizer import StreamDecoder, Tokenizer
+from ddtree_jax.tokenizer import RANKS, StreamDecoder, Tokenizer
 
 METHODS = ("ddtree", "dflash", "autoregressive")
 BUNDLED = Path(__file__).parent / "models"
@@ -89,7 +97,7 @@ def load(
         raise ValueError(f"plan={plan!r}: without a mesh only the default 'expert' is accepted")
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in ("float32", "bfloat16", "float64"):
+    if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: must be float32 or bfloat16")
     folder = BUNDLED / str(path) if (BUNDLED / str(path)).is_dir() else Path(path)
     if not folder.is_dir():
@@ -100,8 +108,14 @@ def load(
     if drafter is not None or (folder / "dflash").is_dir():
         where = folder / "dflash" if drafter is None else Path(drafter)
         drafter_config, leaves = load_drafter(where, dtype, config)
+    tokenizer = Tokenizer(folder)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"{folder / RANKS}: ranks and special tokens are {tokenizer.vocab_size}, must be "
+            f"vocab_size={config.vocab_size}"
+        )
     weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)))
-    return Model(weights, Tokenizer(folder), folder.name)
+    return Model(weights, tokenizer, folder.resolve().name)
 
 
 def generate(
@@ -118,8 +132,8 @@ def generate(
     Completion a prompt, in order. Raises ValueError for input that cannot be honoured.
     """
     prompts = _as_list(prompts)
-    state = prefill(model, prompts, sampling, max_new_tokens)
     step = Method(method, speculation, model.weights)
+    state = prefill(model, prompts, sampling, max_new_tokens)
     state, _ = decode(model.weights, state, step, 0)  # compiles, runs no pass
     jax.block_until_ready(state)
     start = time.perf_counter()
@@ -140,17 +154,23 @@ def stream(
 ) -> Iterator[str]:
     """Complete one prompt, yielding text after every verify pass, never half a character.
 
-    The finished Completion is appended to `done`, if a list is given.
+    The finished Completion is appended to `done`, if a list is given. Input that cannot be honoured
+    raises ValueError here, not at the first piece.
     """
     if model.tokenizer is None:
         raise ValueError("this model has no tokenizer: use generate with token ids")
-    state = prefill(model, [prompt], sampling, max_new_tokens)
     step = Method(method, speculation, model.weights)
+    check_request(model, [prompt], sampling, max_new_tokens)
+    return _stream(model, prompt, step, sampling, max_new_tokens, done)
+
+
+def _stream(model, prompt, step, sampling, max_new_tokens, done) -> Iterator[str]:
+    state = prefill(model, [prompt], sampling, max_new_tokens)
     state, running = decode(model.weights, state, step, 0)
     decoder, shown, seconds = StreamDecoder(model.tokenizer), 0, 0.0
     while True:
         count = int(state.count[0])
-        fresh = [int(t) for t in np.asarray(state.tokens[0, shown:count])]
+        fresh = np.asarray(state.tokens)[0, shown:count].tolist()  # sliced here: compiles nothing
         shown = count
         if text := decoder.push(t for t in fresh if t not in _stop_ids(model)):
             yield text
@@ -176,9 +196,7 @@ def prefill(
     Each prompt runs alone, padded to a power of two, so that a batch changes nothing for it.
     """
     weights, config = model.weights, model.config
-    ids = [_tokens(model, p) for p in _as_list(prompts)]
-    samplings = [sampling] * len(ids) if isinstance(sampling, Sampling) else list(sampling)
-    _check_request(config, ids, samplings, max_new_tokens)
+    ids, samplings = check_request(model, prompts, sampling, max_new_tokens)
     longest = max(len(i) for i in ids) + max_new_tokens
     pages = _power_of_two(-(-longest // PAGE_SIZE))
     requests = len(ids)
@@ -313,15 +331,18 @@ def completion(
     model: Model, state: DecodeState, request: int, prompt_tokens: int, seconds: float, step: Method
 ) -> Completion:
     """Read one request's result off the state."""
-    count, passes = int(state.count[request]), int(state.passes[request])
-    tokens = [int(t) for t in np.asarray(state.tokens[request, :count])]
-    hits = np.asarray(state.hits[request])[: step.horizon] if step.budget else []
+    # Sliced as NumPy arrays: a slice on the device would be a program of its own for each count.
+    count, passes, reason = (
+        int(np.asarray(field)[request]) for field in (state.count, state.passes, state.reason)
+    )
+    tokens = np.asarray(state.tokens)[request, :count].tolist()
+    hits = np.asarray(state.hits)[request, : step.horizon] if step.budget else []
     shown = [t for t in tokens if t not in _stop_ids(model)]
     return Completion(
         text=None if model.tokenizer is None else model.tokenizer.decode(shown),
         tokens=tokens,
         prompt_tokens=prompt_tokens,
-        finish_reason=st.REASONS[int(state.reason[request])] or "running",
+        finish_reason=st.REASONS[reason] or "running",
         verify_passes=passes,
         accept_length=(count - 1) / passes if passes else 1.0,
         accept_by_depth=[int(h) / passes if passes else 0.0 for h in hits],
@@ -343,38 +364,51 @@ def _stop_ids(model: Model) -> tuple[int, ...]:
 
 
 def _as_list(prompts) -> list:
-    single = isinstance(prompts, str) or (
-        len(prompts) > 0 and all(isinstance(t, (int, np.integer)) for t in prompts)
-    )
+    """One text, or one list of ids, is one prompt."""
+    first = prompts[0] if len(prompts) else []
+    single = isinstance(prompts, str) or (not isinstance(first, str) and np.ndim(first) == 0)
     return [prompts] if single else list(prompts)
 
 
 def _tokens(model: Model, prompt: Prompt) -> list[int]:
     if not isinstance(prompt, str):
-        return [int(t) for t in prompt]
+        try:
+            return [operator.index(t) for t in prompt]
+        except TypeError as error:
+            raise ValueError(f"{prompt!r}: a prompt is a text or a list of token ids") from error
     if model.tokenizer is None:
         raise ValueError("this model has no tokenizer: give token ids instead of text")
     return model.tokenizer.encode(prompt)
 
 
-def _check_request(config, ids, samplings, max_new_tokens) -> None:
-    if not ids:
+def check_request(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling],
+    max_new_tokens: int,
+) -> tuple[list[list[int]], list[Sampling]]:
+    """Token ids and sampling of every prompt; ValueError for what cannot be honoured."""
+    config, prompts = model.config, _as_list(prompts)
+    if not prompts:
         raise ValueError("prompts=[]: must hold at least one prompt")
-    if len(samplings) != len(ids):
-        raise ValueError(f"sampling has {len(samplings)} entries: must be one, or {len(ids)}")
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be 1 or greater")
-    for index, tokens in enumerate(ids):
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(samplings) != len(prompts):
+        raise ValueError(f"sampling has {len(samplings)} entries: must be one, or {len(prompts)}")
+    if not is_int(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer, 1 or greater")
+    ids = []
+    for index, prompt in enumerate(prompts):
+        tokens = _tokens(model, prompt)
         if not tokens:
-            raise ValueError(f"prompt {index} is empty: must have at least one token")
-        bad = [t for t in tokens if not 0 <= t < config.vocab_size]
-        if bad:
+            raise ValueError(f"prompts[{index}]={prompt!r}: must hold at least one token")
+        for bad in (t for t in tokens if not 0 <= t < config.vocab_size):
             raise ValueError(
-                f"prompt {index} holds token id {bad[0]}: must be from 0 to {config.vocab_size - 1}"
+                f"prompts[{index}] holds token id {bad}: must be from 0 to {config.vocab_size - 1}"
             )
-        room = config.max_position_embeddings - len(tokens)
-        if max_new_tokens > room:
+        if len(tokens) + max_new_tokens > config.max_position_embeddings:
             raise ValueError(
-                f"prompt {index} has {len(tokens)} tokens and max_new_tokens={max_new_tokens}: "
+                f"prompts[{index}] of {len(tokens)} tokens with max_new_tokens={max_new_tokens}: "
                 f"together at most max_position_embeddings={config.max_position_embeddings}"
             )
+        ids.append(tokens)
+    return ids, samplings

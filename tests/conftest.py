@@ -5,6 +5,15 @@ raises if its backends were already in use. Warnings are errors through pyprojec
 """
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def quick_compile():
+    """Compile without XLA's costly passes: for exactness tests of many small programs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

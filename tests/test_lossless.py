@@ -26,7 +26,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def float64(quick_compile):
     with jax.enable_x64(True):
         yield
 

@@ -4,6 +4,7 @@ Its vocabulary is small, so that drafts from random weights are accepted often b
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ DRAFTER = DFlashConfig(
 )  # fmt: skip
 
 
+@lru_cache
 def tiny_model(
     dtype: str = "float32", seed: int = 0, eos: tuple[int, ...] = (), **changes
 ) -> Model:

@@ -1,0 +1,146 @@
+"""The README's tables, made from the result files.
+
+    python -m benchmarks.tables [--check README.md | --write README.md]
+
+A table stands in a page between `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from benchmarks.results_file import RESULTS
+
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", type=Path, metavar="PAGE", help="fail if a table is stale")
+    action.add_argument("--write", type=Path, metavar="PAGE", help="rewrite the page's tables")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    args = parser.parse_args(arguments)
+    page = args.check or args.write
+    try:
+        if page is None:
+            for name in TABLES:
+                print(f"<!-- table: {name} -->\n{render(name, args.results)}<!-- end -->\n")
+            return 0
+        stale = rewrite(page, args.results, write=args.write is not None)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"tables: error: {error}", file=sys.stderr)
+        return 2
+    if args.write or not stale:
+        return 0
+    print(f"{page} is stale: {', '.join(stale)}; --write renews it", file=sys.stderr)
+    return 1
+
+
+def rewrite(page: Path, results: Path, write: bool) -> list[str]:
+    """Names of the page's tables that differ from the result files; `write` puts them right."""
+    text, stale = page.read_text(), []
+    starts = text.count("<!-- table:")
+    if not starts or starts != len(BLOCK.findall(text)):
+        raise ValueError(f"{page}: {starts} tables begin, {len(BLOCK.findall(text))} are whole")
+
+    def fresh(match: re.Match) -> str:
+        start, name, old, end = match.groups()
+        new = render(name, results)
+        if new != old:
+            stale.append(name)
+        return start + new + end
+
+    text = BLOCK.sub(fresh, text)
+    if write and stale:
+        page.write_text(text)
+    return stale
+
+
+def render(name: str, results: Path) -> str:
+    """One table in Markdown, newline-terminated."""
+    if name not in TABLES:
+        raise ValueError(f"table {name!r}: must be one of {', '.join(TABLES)}")
+    file, make = TABLES[name]
+    path = results / f"{file}.json"
+    if not path.exists():
+        raise FileNotFoundError(f"no {path}: run python -m benchmarks.{file}")
+    return make(json.loads(path.read_text()))
+
+
+def acceptance(result: dict) -> str:
+    """Accept lengths of the chain and of trees, short and long prompts together."""
+    summary = result["summary"]
+    trees = ((7, 4), (8, 4), (16, 8), (32, 8))
+    columns = ["chain", *(f"ddtree_b{b}_k{k}" for b, k in trees)]
+    rows = [
+        [mix, words, *(f"{summary[f'{c}_{name}_{mix}']:.2f}" for c in columns)]
+        for mix in ("code", "prose")
+        for name, words in (("greedy", "greedy"), ("t1", "T = 1"))
+    ]
+    return markdown(["mix", "sampling", "chain", *(f"tree {b}/{k}" for b, k in trees)], rows)
+
+
+def acceptance_grid(result: dict) -> str:
+    """Greedy accept length by budget and top-k: the mean of short and long prompts, by mix."""
+    cells = {}
+    for p in result["points"]:
+        if p["method"] == "ddtree" and p["temperature"] == 0:
+            key = p["mix"].split("_")[0], p["budget"], p["top_k"]
+            cells.setdefault(key, []).append(p["accept_length"])
+    mixes, budgets, top_ks = (sorted({key[i] for key in cells}) for i in range(3))
+    rows = [
+        [mix, str(b), *(f"{sum(c := cells[mix, b, k]) / len(c):.2f}" for k in top_ks)]
+        for mix in mixes
+        for b in budgets
+    ]
+    return markdown(["mix", "budget", *(f"top-k {k}" for k in top_ks)], rows)
+
+
+def sweep(result: dict) -> str:
+    """Tokens/s of all requests; in brackets over autoregression's."""
+    points, rows = result["points"], []
+    methods = dict.fromkeys((p["method"], p["budget"], p["top_k"]) for p in points)
+    cases = dict.fromkeys((p["mix"], p["context"], p["temperature"]) for p in points)
+    for mix, context, temperature in cases:
+        for requests in sorted({p["requests"] for p in points}):
+            wanted = (mix, context, temperature, requests)
+            cell = {
+                (p["method"], p["budget"], p["top_k"]): p["tokens_per_second"]
+                for p in points
+                if (p["mix"], p["context"], p["temperature"], p["requests"]) == wanted
+            }
+            if not cell:
+                continue
+            plain = cell.get(("autoregressive", 0, 1))
+            shown = [_speed(cell.get(m), None if m[1] == 0 else plain) for m in methods]
+            words = f"T = {temperature:g}" if temperature else "greedy"
+            rows.append([f"{mix}, {context}, {words}", str(requests), *shown])
+    names = {"autoregressive": "plain", "dflash": "chain"}
+    heads = [names.get(m, f"tree {b}/{k}") for m, b, k in methods]
+    return markdown(["prompts", "requests", *heads], rows)
+
+
+def _speed(speed: float | None, plain: float | None) -> str:
+    if speed is None:
+        return "-"
+    return f"{speed:,.0f}" + (f" ({speed / plain:.2f}x)" if plain else "")
+
+
+def markdown(heads: list[str], rows: list[list[str]]) -> str:
+    """Words to the left, figures to the right."""
+    kinds = [all(r[i][:1].isdigit() or r[i] == "-" for r in rows) for i in range(len(heads))]
+    rule = ["---:" if figures else "---" for figures in kinds]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *rows))
+
+
+TABLES = {
+    "acceptance": ("acceptance", acceptance),
+    "acceptance_grid": ("acceptance", acceptance_grid),
+    "sweep": ("sweep", sweep),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

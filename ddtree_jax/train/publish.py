@@ -1,0 +1,63 @@
+"""Exports to the published layout: python -m ddtree_jax.train.publish WORKDIR MODEL_DIR
+
+Writes the target into MODEL_DIR and, if WORKDIR has one, the drafter into MODEL_DIR/dflash. The
+tokenizer's ranks, MODEL_DIR/tiktoken.model, are left alone.
+"""
+
+import argparse
+from pathlib import Path
+
+import ml_dtypes
+
+from ddtree_jax import checkpoint
+from ddtree_jax.published import published_config, published_drafter_config
+from ddtree_jax.train import drafter, nano, target
+from ddtree_jax.train.params import host
+from ddtree_jax.train.store import read_export
+
+DRAFTER = "dflash"  # folder of the drafter in the target's
+
+
+def publish(workdir: Path, folder: Path, scale: nano.Scale = nano.NANO) -> None:
+    config = scale.target
+    leaves = _leaves(config, workdir, target.STEM)
+    _clear(folder)
+    checkpoint.save_target(folder, config, published_config(config), leaves)
+    if not any(workdir.glob(f"{drafter.STEM}*.safetensors")):
+        return
+    config = scale.drafter
+    leaves = _leaves(config, workdir, drafter.STEM)
+    fields = published_drafter_config(
+        config, max_position_embeddings=scale.target.max_position_embeddings
+    )
+    _clear(folder / DRAFTER)
+    checkpoint.save_drafter(folder / DRAFTER, config, fields, leaves)
+
+
+def _leaves(config, workdir: Path, stem: str) -> checkpoint.Leaves:
+    tensors = host(read_export(workdir, stem))
+    return checkpoint.leaves_from_internal(config, tensors, ml_dtypes.bfloat16)
+
+
+def _clear(folder: Path) -> None:
+    """Remove shards of an earlier call, of which there may have been more."""
+    for path in folder.glob("model*.safetensors"):
+        path.unlink()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("workdir", type=Path)
+    parser.add_argument("folder", type=Path, metavar="model_dir")
+    args = parser.parse_args(argv)
+    publish(args.workdir, args.folder)
+    total = 0
+    for path in sorted(p for p in args.folder.rglob("*") if p.is_file()):
+        total += path.stat().st_size
+        print(f"{path.stat().st_size / 1e6:6.2f} MB  {path.relative_to(args.folder)}")
+    print(f"{total / 1e6:6.2f} MB in all")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

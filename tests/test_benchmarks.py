@@ -1,0 +1,212 @@
+"""The sweep on a tiny model, and the README's tables from small result files."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from lossless import prompts_of
+from tiny import tiny_model
+
+import ddtree_jax as dd
+from benchmarks import results_file, sweep, tables
+
+METHODS = ("autoregressive", "dflash", "ddtree")
+CASE = {"context": "short", "mix": "code", "temperature": 1.0}
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield tiny_model("float64")
+
+
+@pytest.fixture
+def tiny_sweep(monkeypatch, float64):
+    """Runs the script on the tiny model with token prompts; returns the result file."""
+    monkeypatch.setattr(sweep, "load_model", lambda *_, **__: float64)
+    monkeypatch.setattr(
+        sweep.held_out, "load", lambda mix, count: prompts_of((5, 9 + len(mix), 40))[:count]
+    )
+
+    def run(path, *options):
+        fixed = ("--new-tokens", "8", "--prompts", "2", "--repeats", "2", "--settings", "8x4,3x2")
+        sweep.main([*fixed, "--output", str(path), *options])
+        return json.loads(path.read_text())
+
+    return run
+
+
+def test_cut_is_a_prefill_of_its_own(float64):
+    """Whatever the place in the pool; and the pool survives the donation of a whole copy."""
+    prompts = prompts_of((5, 63, 40, 2))
+    pool = sweep.make_pool(float64, prompts, 4, 8, CASE)
+    samplings = [dd.Sampling(1.0, seed) for seed in range(4)]
+    alone = dd.prefill(float64, prompts[1:3], samplings[1:3], 8)
+    both = jax.tree.map(np.testing.assert_array_equal, sweep.cut(pool.state, 1, 2), alone)
+    assert len(jax.tree.leaves(alone)) == 15 and both is not None
+    step = sweep.Method("ddtree", dd.Speculation(), float64.weights)
+    whole = sweep.cut(pool.state, 0, 4)
+    jax.block_until_ready(sweep.decode(float64.weights, whole, step, sweep.FOREVER))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(pool.state))
+    assert pool.state.passes.tolist() == [0] * 4
+
+
+def test_points_are_what_generate_gives(float64):
+    prompts = prompts_of((5, 63))
+    pool = sweep.make_pool(float64, prompts, 3, 8, CASE)  # the third repeats the first
+    methods = sweep.make_methods(float64, METHODS, [(8, 4)])
+    assert list(methods) == [("autoregressive", 0, 1), ("dflash", 7, 1), ("ddtree", 8, 4)]
+    points = sweep.measure(float64, pool, 3, methods, 2, 1, sweep.Clock())
+    samplings = [dd.Sampling(1.0, seed) for seed in range(3)]
+    for point in points:
+        done = dd.generate(
+            float64, [*prompts, prompts[0]], point["method"], sampling=samplings, max_new_tokens=8
+        )
+        committed = sum(len(c.tokens) - 1 for c in done)
+        passes = [c.verify_passes for c in done]
+        assert point["tokens"] == committed and point["differ"] == 0
+        assert point["passes"] == max(passes)
+        assert point["accept_length"] == pytest.approx(committed / sum(passes))
+        assert point["tokens_per_second"] == pytest.approx(committed / point["seconds"])
+        assert point["step_ms"] == pytest.approx(1e3 * point["seconds"] / max(passes))
+        assert point["prompt_tokens"] == pytest.approx((5 + 63 + 5) / 3)
+
+
+def test_differing_tokens_are_counted(float64, monkeypatch):
+    pool = sweep.make_pool(float64, prompts_of((5, 63)), 2, 8, CASE)
+    methods = sweep.make_methods(float64, METHODS[:2], [])
+    original = sweep.decode
+
+    def decode(weights, state, method, passes):
+        state, running = original(weights, state, method, passes)
+        if method.method == "dflash":
+            state = sweep.replace(state, tokens=state.tokens.at[1, 3].add(1))
+        return state, running
+
+    monkeypatch.setattr(sweep, "decode", decode)
+    points = sweep.measure(float64, pool, 1, methods, 2, 1, sweep.Clock())
+    assert [(p["groups"], p["differ"]) for p in points] == [(2, 0), (2, 0)]
+
+
+def test_script(tiny_sweep, tmp_path, capsys):
+    """All points, their fields, the summary, the plot; then --append replaces and adds."""
+    path = tmp_path / "sweep.json"
+    result = tiny_sweep(path, "--concurrency", "1,2", "--plot")
+    points, summary = result["points"], result["summary"]
+    assert len(points) == 2 * 2 * 4 and path.with_suffix(".png").stat().st_size > 0
+    needed = {"source", "requests", "context", "mix", "method", "budget", "top_k",
+              "accept_length", "step_ms", "tokens_per_second"}  # fmt: skip
+    assert all(needed <= set(p) and p["differ"] == 0 and p["tokens"] == 14 for p in points)
+    assert [p["groups"] for p in points if p["mix"] == "code"] == [2] * 4 + [1] * 4
+    assert summary["requests_run"] == 32 and summary["requests_differ"] == 0
+    code = {p["method"]: p for p in points[8:11]}
+    assert summary["chain_c2_code"] == pytest.approx(code["dflash"]["tokens_per_second"])
+    assert summary["ddtree_b8_k4_over_ar_c2_code"] == pytest.approx(
+        code["ddtree"]["tokens_per_second"] / code["autoregressive"]["tokens_per_second"]
+    )
+    assert "chain_over_ar_c1" in summary and "ddtree_b3_k2_c1" in summary
+    assert any("CPU" in note for note in result["notes"])
+    assert capsys.readouterr().out == tables.render("sweep", tmp_path)
+
+    options = ("--append", "--json", "--concurrency", "2", "--methods", "ddtree")
+    again = tiny_sweep(path, *options, "--temperature", "0,1")
+    assert len(again["points"]) == 16 + 4
+    assert json.loads(capsys.readouterr().out) == again["summary"]
+    assert "ddtree_b8_k4_c2_t1" in again["summary"]
+    assert again["points"][:4] == points[:4]
+
+
+def test_time_limit(tiny_sweep, tmp_path, monkeypatch):
+    """What would not fit is named and not run; what came before it is kept."""
+    monkeypatch.setattr(
+        sweep.Clock, "fits", lambda clock, programs: programs <= clock.programs or not clock.running
+    )
+    result = tiny_sweep(tmp_path / "sweep.json", "--concurrency", "1,2", "--methods", "ddtree")
+    assert {p["requests"] for p in result["points"]} == {1}
+    named = "code, short, greedy, 2 requests; prose, short, greedy, 2 requests"
+    assert result["notes"][-1].endswith(named)
+
+
+def test_clock():
+    clock = sweep.Clock(budget=100.0, compilation=30.0, running=5.0, programs={1})
+    assert clock.fits({1}) and clock.fits({1, 2, 3}) and not clock.fits({1, 2, 3, 4})
+    assert sweep.Clock(budget=None, compilation=1e9).fits({1})
+
+
+def test_append_refuses_another_machine(tiny_sweep, tmp_path):
+    path = tmp_path / "sweep.json"
+    machine = {"device": "NVIDIA H200"}
+    path.write_text(json.dumps({"machine": machine, "versions": {}, "points": []}))
+    with pytest.raises(ValueError, match="H200"):
+        tiny_sweep(path, "--append")
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Small result files of both scripts."""
+    names = ("chain", "ddtree_b7_k4", "ddtree_b8_k4", "ddtree_b16_k8", "ddtree_b32_k8")
+    summary = {
+        f"{name}_{t}_{mix}": i + (t == "t1") / 10 + (mix == "prose") / 100
+        for i, name in enumerate(names, 1)
+        for t in ("greedy", "t1")
+        for mix in ("code", "prose")
+    }
+    points = [
+        {"method": "ddtree", "temperature": t, "mix": f"code_{size}", "budget": b, "top_k": k,
+         "accept_length": b / k + (size == "long") + 10 * t}
+        for b in (4, 16) for k in (1, 2) for size in ("short", "long") for t in (0.0, 1.0)
+    ]  # fmt: skip
+    results_file.write(tmp_path / "acceptance.json", summary, points, [])
+    shared = {"mix": "code", "context": "short", "temperature": 0.0}
+    speeds = [(1, "autoregressive", 0, 1, 1000.0), (1, "ddtree", 8, 4, 1500.4),
+              (32, "ddtree", 8, 4, 9000.0)]  # fmt: skip
+    points = [
+        {**shared, "requests": c, "method": m, "budget": b, "top_k": k, "tokens_per_second": s}
+        for c, m, b, k, s in speeds
+    ]
+    results_file.write(tmp_path / "sweep.json", {}, points, [])
+    return tmp_path
+
+
+def test_tables(results, capsys):
+    assert tables.main(["--results", str(results)]) == 0
+    printed = capsys.readouterr().out
+    assert "| code | T = 1 | 1.10 | 2.10 | 3.10 | 4.10 | 5.10 |" in printed
+    assert "| code | 16 | 16.50 | 8.50 |" in printed
+    assert printed.endswith(
+        "<!-- table: sweep -->\n"
+        "| prompts | requests | plain | tree 8/4 |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| code, short, greedy | 1 | 1,000 | 1,500 (1.50x) |\n"
+        "| code, short, greedy | 32 | - | 9,000 |\n"
+        "<!-- end -->\n\n"
+    )
+
+
+def test_tables_of_a_page(results, tmp_path, capsys):
+    page = tmp_path / "README.md"
+    page.write_text("# A\n<!-- table: sweep -->\nold\n<!-- end -->\nrest\n")
+    at = ["--results", str(results)]
+    assert tables.main(["--check", str(page), *at]) == 1
+    assert "sweep" in capsys.readouterr().err and "old" in page.read_text()
+    assert tables.main(["--write", str(page), *at]) == 0
+    text = page.read_text()
+    assert text == f"# A\n<!-- table: sweep -->\n{tables.render('sweep', results)}<!-- end -->\nrest\n"
+    assert tables.main(["--check", str(page), *at]) == 0
+    assert tables.main(["--write", str(page), *at]) == 0 and page.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "text", ("no table", "<!-- table: speed -->\n<!-- end -->", "<!-- table: sweep -->\n| a |\n")
+)
+def test_pages_that_cannot_be_checked(results, tmp_path, capsys, text):
+    page = tmp_path / "README.md"
+    page.write_text(text)
+    assert tables.main(["--check", str(page), "--results", str(results)]) == 2
+    assert capsys.readouterr().err.startswith("tables: error: ")
+
+
+def test_missing_results(tmp_path, capsys):
+    assert tables.main(["--results", str(tmp_path)]) == 2
+    assert "python -m benchmarks.acceptance" in capsys.readouterr().err
