@@ -94,7 +94,10 @@ def main(arguments: list[str] | None = None) -> None:
     everything, notes = _merged(kept, points), make_notes(model, args, left_out)
     summary = summarise(everything)
     results_file.write(args.output, summary, everything, notes)
-    print(json.dumps(summary, indent=1) if args.json else tables.sweep({"points": everything}))
+    if args.json:
+        print(json.dumps(summary, indent=1))
+    else:
+        print(tables.sweep({"points": everything}), end="")
     if args.plot:
         plot(everything, args.output.with_suffix(".png"))
 

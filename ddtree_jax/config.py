@@ -6,8 +6,8 @@ generation defaults and other boilerplate are ignored.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 PAGE_SIZE = 64  # tokens of one cache page
@@ -29,6 +29,7 @@ class Yarn:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self):
+        _check_types(self, "rope_scaling.")
         _require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
         _require(
             self.original_max_position_embeddings > 0,
@@ -58,6 +59,11 @@ class Yarn:
         for name in sorted(set(fields) - known):
             raise ValueError(f"rope_scaling.{name}={fields[name]!r} is not supported")
         _require(fields.get("truncate", True) is True, "rope_scaling.truncate", False, "true")
+        _require_present(fields, ("factor", "original_max_position_embeddings"), "rope_scaling.")
+        for name in sorted(known - {"rope_type", "type", "truncate"}):
+            value = fields.get(name)
+            ok = value is None or _is_number(value)
+            _require(ok, f"rope_scaling.{name}", value, "a finite number")
         factor = float(fields["factor"])
         mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
         amplitude = fields.get("attention_factor")
@@ -111,12 +117,23 @@ class KimiConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        for name in (
+        _check_types(self)
+        positive = [
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-            "intermediate_size", "max_position_embeddings",
-        ):  # fmt: skip
+            "intermediate_size", "max_position_embeddings", "rms_norm_eps", "latent_norm_eps",
+            "rope_theta",
+        ]  # fmt: skip
+        if self.num_moe_layers:
+            positive += ["moe_intermediate_size", "n_routed_experts"]
+        for name in positive:
             _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+        ok = self.q_lora_rank is None or (is_int(self.q_lora_rank) and self.q_lora_rank > 0)
+        _require(ok, "q_lora_rank", self.q_lora_rank, "None or positive")
+        _require(self.n_shared_experts >= 0, "n_shared_experts", self.n_shared_experts, "0 or more")
+        for token in self.eos_token_ids:
+            ok = is_int(token) and 0 <= token < self.vocab_size
+            _require(ok, "eos_token_id", token, f"a token id below vocab_size={self.vocab_size}")
         _require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", self.qk_rope_head_dim, "even")
         _require(
             0 <= self.first_k_dense_replace <= self.num_hidden_layers,
@@ -132,6 +149,9 @@ class KimiConfig:
                 f"between 1 and n_routed_experts={self.n_routed_experts}",
             )
         _require(self.expert_bits in (None, 4), "expert_bits", self.expert_bits, "None or 4")
+        for name in ("hidden_size", "moe_intermediate_size") if self.expert_bits else ():
+            size = getattr(self, name)
+            _require(size % 32 == 0, name, size, "a multiple of 32, the INT4 group size")
 
     @property
     def num_moe_layers(self) -> int:
@@ -157,25 +177,20 @@ class KimiConfig:
         Raises ValueError for a missing field, a value this code cannot honour, and an unknown
         field whose name speaks of the arithmetic.
         """
-        fields = dict(published.get("text_config") or published)
-        quantization = fields.get("quantization_config") or published.get("quantization_config")
-        rope = dict(fields.get("rope_scaling") or {}) or dict(fields.get("rope_parameters") or {})
+        fields = _section(published, "text_config") or dict(published)
+        quantization = _section(fields, "quantization_config") or _section(
+            published, "quantization_config"
+        )
+        rope = _section(fields, "rope_scaling") or _section(fields, "rope_parameters")
         if "rope_theta" not in fields and "rope_theta" in rope:
             fields["rope_theta"] = rope["rope_theta"]
         _check_fixed(fields, _KIMI_FIXED)
         _refuse_unknown(fields, set(_KIMI_FIXED) | set(cls.__dataclass_fields__) | _KIMI_KNOWN)
-        values = {}
-        for name in cls.__dataclass_fields__:
-            if name in ("yarn", "expert_bits", "eos_token_ids"):
-                continue
-            if name == "q_lora_rank":
-                values[name] = fields.get(name)
-            elif name == "latent_norm_eps":
-                values[name] = fields.get(name, 1e-6)
-            elif name in fields:
-                values[name] = fields[name]
-            else:
-                raise ValueError(f"config field {name!r} is missing")
+        made = {"yarn", "expert_bits", "eos_token_ids"}
+        optional = {"q_lora_rank": None, "latent_norm_eps": cls.latent_norm_eps}
+        names = [name for name in cls.__dataclass_fields__ if name not in made]
+        _require_present(fields, set(names) - set(optional))
+        values = {name: fields.get(name, optional.get(name)) for name in names}
         eos = [published.get("eos_token_id"), fields.get("eos_token_id")]
         ids = [i for e in eos if e is not None for i in (e if isinstance(e, list) else [e])]
         return cls(
@@ -211,6 +226,14 @@ class DFlashConfig:
     yarn: Yarn | None = None
 
     def __post_init__(self):
+        _check_types(self)
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "vocab_size",
+            "num_target_layers",
+        ):  # fmt: skip
+            _require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
         _require(self.block_size >= 2, "block_size", self.block_size, "at least 2")
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -227,10 +250,11 @@ class DFlashConfig:
         for kind in self.layer_types:
             _require(kind in _LAYER_TYPES, "layer_types", kind, f"one of {_LAYER_TYPES}")
         if "sliding_attention" in self.layer_types:
-            _require(bool(self.sliding_window), "sliding_window", self.sliding_window, "positive")
+            ok = is_int(self.sliding_window) and self.sliding_window > 0
+            _require(ok, "sliding_window", self.sliding_window, "positive")
         _require(
             bool(self.target_layer_ids)
-            and all(0 <= i < self.num_target_layers for i in self.target_layer_ids),
+            and all(is_int(i) and 0 <= i < self.num_target_layers for i in self.target_layer_ids),
             "target_layer_ids",
             self.target_layer_ids,
             f"layers below num_target_layers={self.num_target_layers}",
@@ -250,40 +274,36 @@ class DFlashConfig:
     @classmethod
     def from_published(cls, published: Mapping[str, Any]) -> "DFlashConfig":
         """Read a drafter's `config.json`; raises ValueError as `KimiConfig.from_published`."""
-        fields, own = dict(published), dict(published.get("dflash_config") or {})
+        fields, own = dict(published), _section(published, "dflash_config")
         _check_fixed(fields, _DFLASH_FIXED)
         _refuse_unknown(fields, set(_DFLASH_FIXED) | set(cls.__dataclass_fields__) | _DFLASH_KNOWN)
         for name, neutral in _DFLASH_NEUTRAL.items():
             if own.get(name, neutral) not in (neutral, None):
                 raise ValueError(f"dflash_config.{name}={own[name]!r} is not supported")
         _refuse_unknown(own, _DFLASH_OWN | set(_DFLASH_NEUTRAL), "dflash_config.")
-        rope = dict(fields.get("rope_scaling") or {}) or dict(fields.get("rope_parameters") or {})
+        rope = _section(fields, "rope_scaling") or _section(fields, "rope_parameters")
+        own.setdefault("block_size", fields.get("block_size"))
+        fields.setdefault("rope_theta", rope.get("rope_theta"))
+        copied = (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "vocab_size",
+            "num_target_layers",
+        )  # fmt: skip
+        _require_present(fields, copied)
+        _require_present(own, ("block_size", "mask_token_id", "target_layer_ids"), "dflash_config.")
+        for values, name in ((own, "target_layer_ids"), (fields, "layer_types")):
+            value = values.get(name)
+            _require(value is None or isinstance(value, list), name, value, "a list")
         layers = fields["num_hidden_layers"]
-        kinds = fields.get("layer_types") or ["full_attention"] * layers
-        block = own.get("block_size", fields.get("block_size"))
-        for name, value in (("block_size", block), ("mask_token_id", own.get("mask_token_id"))):
-            if value is None:
-                raise ValueError(f"dflash_config.{name} is missing")
+        kinds = fields.get("layer_types")
+        if not kinds and is_int(layers):  # another type is refused below, by name
+            kinds = ["full_attention"] * layers
         return cls(
-            **{
-                name: fields[name]
-                for name in (
-                    "hidden_size",
-                    "intermediate_size",
-                    "num_hidden_layers",
-                    "num_attention_heads",
-                    "num_key_value_heads",
-                    "head_dim",
-                    "rms_norm_eps",
-                    "vocab_size",
-                    "num_target_layers",
-                )
-            },  # fmt: skip
-            rope_theta=fields.get("rope_theta", rope.get("rope_theta")),
+            **{name: fields[name] for name in copied},
             target_layer_ids=tuple(own["target_layer_ids"]),
             mask_token_id=own["mask_token_id"],
-            block_size=block,
-            layer_types=tuple(kinds),
+            block_size=own["block_size"],
+            layer_types=tuple(kinds or ()),
             sliding_window=fields.get("sliding_window"),
             causal_sliding=bool(own.get("is_causal", fields.get("is_causal", False))),
             yarn=Yarn.from_published(rope),
@@ -312,12 +332,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        ok = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
+        ok = _is_number(self.temperature) and self.temperature >= 0
+        _require(ok, "temperature", self.temperature, "finite, 0 or greater")
         _require(
-            ok and self.temperature >= 0, "temperature", self.temperature, "finite, 0 or greater"
-        )
-        _require(
-            isinstance(self.seed, int) and 0 <= self.seed < 2**32,
+            is_int(self.seed) and 0 <= self.seed < 2**32,
             "seed",
             self.seed,
             "an integer from 0 to 2**32-1",
@@ -348,6 +366,38 @@ class Speculation:
 
 def is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return known and math.isfinite(value)
+
+
+def _check_types(config, prefix: str = "") -> None:
+    """Raise ValueError for a field declared int, float or bool that holds something else."""
+    kinds = {
+        int: (is_int, "an integer"),
+        float: (_is_number, "a finite number"),
+        bool: (lambda value: isinstance(value, bool), "true or false"),
+    }
+    for entry in fields(config):
+        if entry.type in kinds:
+            fits, wanted = kinds[entry.type]
+            value = getattr(config, entry.name)
+            _require(fits(value), prefix + entry.name, value, wanted)
+
+
+def _section(published: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object under this name, empty if there is none."""
+    value = published.get(name)
+    _require(value is None or isinstance(value, Mapping), name, value, "an object or null")
+    return dict(value or {})
+
+
+def _require_present(found: Mapping[str, Any], names: Iterable[str], prefix: str = "") -> None:
+    for name in names:
+        if found.get(name) is None:
+            raise ValueError(f"config field {prefix}{name} is missing")
 
 
 def _require(ok: bool, name: str, value: Any, wanted: str) -> None:

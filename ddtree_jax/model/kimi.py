@@ -18,7 +18,7 @@ from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.attention import MLA
 from ddtree_jax.model.layers import MLP, Embedding, Linear, RMSNorm
 from ddtree_jax.model.moe import Experts, MoE
-from ddtree_jax.pallas.expert_matmul import expert_mlp_reference
+from ddtree_jax.pallas.expert_matmul import expert_mlp as default_expert_mlp
 
 # (mla, normed rows [m, hidden], positions [m], layer) -> (output [m, hidden], latents [m, latent])
 Attention = Callable[[MLA, Array, Array, int], tuple[Array, Array]]
@@ -80,7 +80,7 @@ class Kimi(nnx.Module):
         valid: Bool[Array, "m"],
         attention: Attention,
         tap_layers: tuple[int, ...] = (),
-        expert_mlp=expert_mlp_reference,
+        expert_mlp=default_expert_mlp,
     ) -> Rows:
         """Run M rows through all layers. Rows that are not `valid` reach no expert.
 

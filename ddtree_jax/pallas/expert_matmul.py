@@ -39,6 +39,15 @@ def expert_matrix(weight: Array | Int4, layer, expert, dtype) -> Float[Array, "o
     return weight[layer, expert].astype(dtype)
 
 
+def expert_mlp(x, gate, up, down, layer: int, ids, weights) -> Float[Array, "m hidden"]:
+    """The routed experts on the platform at hand; arguments as in `expert_mlp_reference`."""
+    return lax.platform_dependent(
+        x, gate, up, down, ids, weights,
+        cuda=lambda x, gate, up, down, *w: expert_mlp_dense(x, gate, up, down, layer, *w),
+        default=lambda x, gate, up, down, *w: expert_mlp_reference(x, gate, up, down, layer, *w),
+    )  # fmt: skip
+
+
 def expert_mlp_reference(
     x: Float[Array, "m hidden"],
     gate: Array | Int4,
@@ -85,3 +94,32 @@ def expert_mlp_reference(
     out = lax.fori_loop(0, last_block[-1], step, jnp.zeros((pairs, x.shape[1]), x.dtype))
     weights = jnp.where(inert, 0, weights).astype(x.dtype)
     return jnp.einsum("mkh,mk->mh", out.reshape(m, k, -1), weights, precision=high)
+
+
+def expert_mlp_dense(
+    x: Float[Array, "m hidden"],
+    gate: Array | Int4,
+    up: Array | Int4,
+    down: Array | Int4,
+    layer: int,
+    ids: Int[Array, "m k"],
+    weights: Float[Array, "m k"],
+) -> Float[Array, "m hidden"]:
+    """As the reference, every expert on every row: few and large operations for a GPU.
+
+    It reads all experts of the layer, which only a small model can afford.
+    """
+
+    def matrices(weight):
+        if isinstance(weight, Int4):
+            return dequantize(weight.words[layer], weight.scales[layer], x.dtype)
+        return weight[layer].astype(x.dtype)
+
+    high = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    experts = (gate.words if isinstance(gate, Int4) else gate).shape[1]
+    chosen = ids[..., None] == jnp.arange(experts, dtype=ids.dtype)[None, None]
+    routed = jnp.where(chosen, weights[..., None], 0).sum(axis=1).astype(x.dtype)
+    hidden = jax.nn.silu(jnp.einsum("mh,ewh->mew", x, matrices(gate), precision=high))
+    hidden = hidden * jnp.einsum("mh,ewh->mew", x, matrices(up), precision=high)
+    hidden = hidden * routed[..., None]
+    return jnp.einsum("mew,ehw->mh", hidden, matrices(down), precision=high)
