@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ddtree_jax._version import __version__
 from ddtree_jax.config import Sampling, Speculation
-from ddtree_jax.generate import METHODS, Completion, Model, generate, load, stream
+from ddtree_jax.generate import METHODS, Completion, Model, check_request, generate, load, stream
 
 DEMO_PROMPTS = (
     "def fibonacci(n):\n",
@@ -32,8 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, as those of bad values are, and name --help instead of repeating it."""
+
+    def error(self, message: str):
+        self.exit(2, f"ddtree_jax: error: {message} (see {self.prog} --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ddtree_jax", description="Decode Kimi K2.6 with DFlash drafts verified as trees."
     )
     parser.add_argument("--version", action="version", version=f"ddtree_jax {__version__}")
@@ -73,7 +80,8 @@ def _generate(options) -> int:
     sampling = Sampling(options.temperature, options.seed)
     model = load(options.model, dtype=options.dtype)
     settings = (options.method, speculation, sampling, options.max_new_tokens)
-    console = Console()
+    check_request(model, options.prompts, sampling, options.max_new_tokens)  # before any output
+    console, failed = Console(), False
     for prompt in options.prompts:
         done: list[Completion] = []
         pieces = stream(model, prompt, *settings, done=done)
@@ -81,13 +89,16 @@ def _generate(options) -> int:
             for _ in pieces:
                 pass
             print(json.dumps(_as_json(done[0], options.method, options.budget)), flush=True)
-            continue
-        print(prompt, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print("\n")
-        console.print(_summary([(options.method, done[0])]))
-    return 0
+        else:
+            print(prompt, end="", flush=True)
+            for piece in pieces:
+                print(piece, end="", flush=True)
+            print("\n")
+            console.print(_summary([(options.method, done[0])]))
+        failed |= done[0].finish_reason == "error"
+    if failed:
+        print("ddtree_jax: error: the target produced NaN", file=sys.stderr)
+    return int(failed)
 
 
 def _as_json(done: Completion, method: str, budget: int) -> dict:

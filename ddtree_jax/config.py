@@ -189,7 +189,7 @@ class KimiConfig:
         made = {"yarn", "expert_bits", "eos_token_ids"}
         optional = {"q_lora_rank": None, "latent_norm_eps": cls.latent_norm_eps}
         names = [name for name in cls.__dataclass_fields__ if name not in made]
-        _require_present(fields, set(names) - set(optional))
+        _require_present(fields, [name for name in names if name not in optional])
         values = {name: fields.get(name, optional.get(name)) for name in names}
         eos = [published.get("eos_token_id"), fields.get("eos_token_id")]
         ids = [i for e in eos if e is not None for i in (e if isinstance(e, list) else [e])]
@@ -431,10 +431,11 @@ def _expert_bits(quantization: Mapping[str, Any] | None) -> int | None:
             f"quantization_config: quant_method={method!r}, format={layout!r} is not supported: "
             "must be 'compressed-tensors', 'pack-quantized'"
         )
-    groups = list(quantization.get("config_groups", {}).values())
+    groups = _section(quantization, "config_groups")
     if len(groups) != 1:
         raise ValueError(f"quantization_config.config_groups: {len(groups)} groups, must be one")
-    group, weights = groups[0], groups[0].get("weights") or {}
+    group = _section(groups, *groups)
+    weights = _section(group, "weights")
     _check_fixed(group, {"input_activations": (None,), "output_activations": (None,)})
     wanted = {
         "num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group",),

@@ -9,7 +9,7 @@ from lossless import prompts_of
 from tiny import tiny_model
 
 import ddtree_jax as dd
-from benchmarks import results_file, sweep, tables
+from benchmarks import results_file, static_batch, sweep, tables
 
 METHODS = ("autoregressive", "dflash", "ddtree")
 CASE = {"context": "short", "mix": "code", "temperature": 1.0}
@@ -40,13 +40,15 @@ def tiny_sweep(monkeypatch, float64):
 def test_cut_is_a_prefill_of_its_own(float64):
     """Whatever the place in the pool; and the pool survives the donation of a whole copy."""
     prompts = prompts_of((5, 63))
-    pool = sweep.make_pool(float64, prompts, 2, 8, CASE)
+    pool = static_batch.make_pool(float64, prompts, 2, 8, CASE)
     alone = dd.prefill(float64, prompts[1:], dd.Sampling(1.0, 1), 8)
-    one = sweep.cut(pool.state, 1, 1)
+    one = static_batch.cut(pool.state, 1, 1)
     assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(alone)) == 15
     jax.tree.map(np.testing.assert_array_equal, one, alone)
-    method = sweep.Method("ddtree", dd.Speculation(), float64.weights)
-    sweep.decode(float64.weights, sweep.cut(pool.state, 0, 2), method, sweep.FOREVER)
+    method = static_batch.Method("ddtree", dd.Speculation(), float64.weights)
+    static_batch.decode(
+        float64.weights, static_batch.cut(pool.state, 0, 2), method, static_batch.FOREVER
+    )
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(pool.state))
     assert pool.state.passes.tolist() == [0, 0]
 
@@ -54,11 +56,11 @@ def test_cut_is_a_prefill_of_its_own(float64):
 def test_points_are_what_generate_gives(float64):
     """The second prompt being the first again, with another seed."""
     prompts = prompts_of((63,))
-    pool = sweep.make_pool(float64, prompts, 2, 8, CASE)
-    methods = sweep.make_methods(float64, METHODS, [(8, 4)])
+    pool = static_batch.make_pool(float64, prompts, 2, 8, CASE)
+    methods = static_batch.make_methods(float64, METHODS, [(8, 4)])
     assert list(methods) == [("autoregressive", 0, 1), ("dflash", 7, 1), ("ddtree", 8, 4)]
     samplings = [dd.Sampling(1.0, seed) for seed in range(2)]
-    for point in sweep.measure(float64, pool, 2, methods, 1, 1, sweep.Clock()):
+    for point in static_batch.measure(float64, pool, 2, methods, 1, 1, static_batch.Clock()):
         done = dd.generate(
             float64, prompts * 2, point["method"], sampling=samplings, max_new_tokens=8
         )
@@ -73,18 +75,18 @@ def test_points_are_what_generate_gives(float64):
 
 
 def test_differing_tokens_are_counted(float64, monkeypatch):
-    pool = sweep.make_pool(float64, prompts_of((5, 63)), 2, 8, CASE)
-    methods = sweep.make_methods(float64, METHODS[:2], [])
-    original = sweep.decode
+    pool = static_batch.make_pool(float64, prompts_of((5, 63)), 2, 8, CASE)
+    methods = static_batch.make_methods(float64, METHODS[:2], [])
+    original = static_batch.decode
 
     def decode(weights, state, method, passes):
         state, running = original(weights, state, method, passes)
         if method.method == "dflash":
-            state = sweep.replace(state, tokens=state.tokens.at[1, 3].add(1))
+            state = static_batch.replace(state, tokens=state.tokens.at[1, 3].add(1))
         return state, running
 
-    monkeypatch.setattr(sweep, "decode", decode)
-    points = sweep.measure(float64, pool, 2, methods, 2, 1, sweep.Clock())
+    monkeypatch.setattr(static_batch, "decode", decode)
+    points = static_batch.measure(float64, pool, 2, methods, 2, 1, static_batch.Clock())
     assert [(p["method"], p["differ"]) for p in points] == [("autoregressive", 0), ("dflash", 1)]
 
 
@@ -119,7 +121,9 @@ def test_script(tiny_sweep, tmp_path, capsys):
 def test_time_limit(tiny_sweep, tmp_path, monkeypatch):
     """What would not fit is named and not run; what came before it is kept."""
     monkeypatch.setattr(
-        sweep.Clock, "fits", lambda clock, programs: programs <= clock.programs or not clock.running
+        static_batch.Clock,
+        "fits",
+        lambda clock, programs: programs <= clock.programs or not clock.running,
     )
     result = tiny_sweep(tmp_path / "sweep.json", "--concurrency", "1,2", "--methods", "ddtree")
     assert {p["requests"] for p in result["points"]} == {1}
@@ -128,9 +132,9 @@ def test_time_limit(tiny_sweep, tmp_path, monkeypatch):
 
 
 def test_clock():
-    clock = sweep.Clock(budget=100.0, compilation=30.0, running=5.0, programs={1})
-    assert clock.fits({1}) and clock.fits({1, 2, 3}) and not clock.fits({1, 2, 3, 4})
-    assert sweep.Clock(budget=None, compilation=1e9).fits({1})
+    clock = static_batch.Clock(budget=100.0, compilation=30.0, running=5.0, programs={1})
+    assert clock.fits({1}) and clock.fits({1, 2, 3}) and not clock.fits({1, 2, 3, 4, 5})
+    assert static_batch.Clock(budget=None, compilation=1e9).fits({1})
 
 
 def test_append_refuses_another_machine(tiny_sweep, tmp_path):

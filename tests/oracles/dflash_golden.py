@@ -7,13 +7,15 @@ code with plain_dflash.py; both must agree to 1e-10. README.md names the environ
 import json
 import math
 import pathlib
+import sys
 
 import numpy as np
 import plain_dflash
 import torch
 from safetensors.torch import load_file, save_file
 
-FOLDER = pathlib.Path(__file__).resolve().parent.parent / "golden" / "dflash_small"
+GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "golden"
+FOLDER = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else GOLDEN) / "dflash_small"
 TOLERANCE = 1e-10
 CASES = ((23, 8), (23, 5), (6, 8), (1, 8))  # context length, block size
 

@@ -6,6 +6,7 @@ from the stored values. README.md names the environment it runs in.
 
 import json
 import pathlib
+import sys
 import tempfile
 
 import numpy as np
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "golden"
+if len(sys.argv) > 1:  # another folder to write to
+    GOLDEN = pathlib.Path(sys.argv[1])
 PREFIX = "language_model."
 ROUTER_GAP = 2e-3  # smallest distance between the last chosen and the first rejected router score
 
