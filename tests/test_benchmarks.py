@@ -90,6 +90,7 @@ def test_differing_tokens_are_counted(float64, monkeypatch):
     assert [(p["method"], p["differ"]) for p in points] == [("autoregressive", 0), ("dflash", 1)]
 
 
+@pytest.mark.slow
 def test_script(tiny_sweep, tmp_path, capsys):
     """All points, their fields, the summary, the plot; then --append replaces and adds."""
     path = tmp_path / "sweep.json"
