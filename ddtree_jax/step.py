@@ -59,11 +59,15 @@ def served_block_size(weights: Weights, block_size: int | None) -> int:
     return block
 
 
-def _step(
-    weights: Weights, state: DecodeState, *, budget: int, top_k: int, block_size: int
-) -> DecodeState:
+def draft_and_walk(
+    weights: Weights, state: DecodeState, budget: int, top_k: int, block_size: int
+) -> tuple[Tree, Rows, Int[Array, "r path"], Int[Array, "r"], Int[Array, "r"]]:
+    """Everything of a step that reads: the tree, its verified rows, and `walk`'s path over it.
+
+    With `Speculation(budget, top_k, block_size)` this shows what `ddtree_step` will commit.
+    """
     target = weights.target_module()
-    drafter = weights.drafter_module() if weights.drafter is not None else None
+    drafter = weights.drafter_module() if budget else None
     horizon = block_size - 1
     # Column d of the noise belongs to the token at depth d+1, position S+d+1.
     positions = state.lengths[:, None] + jnp.arange(1, block_size + 1, dtype=jnp.int32)[None]
@@ -80,7 +84,14 @@ def _step(
     logits, rows = verify(target, state, tree, _tap_layers(weights))
     by_node = jnp.take_along_axis(noise, tree.depth[..., None], axis=1)
     chosen = choose(perturb(logits, by_node, state.temperature))
-    path, length, bonus = walk(tree, chosen, horizon)
+    return tree, rows, *walk(tree, chosen, horizon)
+
+
+def _step(
+    weights: Weights, state: DecodeState, *, budget: int, top_k: int, block_size: int
+) -> DecodeState:
+    tree, rows, path, length, bonus = draft_and_walk(weights, state, budget, top_k, block_size)
+    drafter = weights.drafter_module() if weights.drafter is not None else None
     # Without this barrier the scatter of autoregression, whose indices need no logits, may be
     # scheduled before attention has read the cache, and XLA copies the whole pool.
     latents, taps, cache, path = lax.optimization_barrier(

@@ -5,8 +5,10 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from checkpoint import SMALL_TARGET, VOCAB, write_checkpoint
+from safetensors.numpy import load_file, save_file
 
 import ddtree_jax as dd
 from ddtree_jax.cli import main
@@ -267,6 +269,21 @@ def test_config_fields(command, copy, where, field, value, said):
     (config["text_config"] if where == "target" else config)[field] = value
     path.write_text(json.dumps(config))
     assert_refused(command("x", model=copy), said)
+
+
+def test_a_target_of_nan_ends_with_an_error(command, copy):
+    """One line on stderr and exit status 1; the objects say which prompts ended so."""
+    name = "language_model.lm_head.weight"
+    shard = copy / json.loads((copy / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    tensors[name][7] = np.nan
+    save_file(tensors, shard)
+    status, out, err = command("x", "the", "--json", model=copy)
+    assert (status, err) == (1, "ddtree_jax: error: the target produced NaN\n")
+    for line in out.splitlines():
+        found = json.loads(line)
+        assert (found["finish_reason"], found["text"], found["tokens"]) == ("error", "", [])
+    assert command("x", model=copy)[0] == 1
 
 
 def test_version_and_help(capsys):
