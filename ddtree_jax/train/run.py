@@ -1,7 +1,7 @@
 """Train kimi-nano and its drafter: python -m ddtree_jax.train.run --stage all --data D --workdir W
 
-Stages: pilot (speed and first losses of both optimisers, a checkpoint round trip), target, eval,
-sample, drafter, all (the last four). A stage that was stopped goes on when called again.
+Stages: pilot (speed and first losses of both optimisers, a checkpoint round trip), target, polish
+(less repetition), eval, sample, drafter, all (the last five). A stage that was stopped goes on when called again.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.train import drafter, forward, nano, sample, store, target
+from ddtree_jax.train import drafter, forward, nano, polish, sample, store, target
 from ddtree_jax.train.data import load_heldout, load_tokens
 from ddtree_jax.train.optimizer import Optimizer
 from ddtree_jax.train.pace import Pace
@@ -27,7 +27,7 @@ LONG = sample.Group("long", batch=1024, low=1536, high=1536, length=2048, share=
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    stages = ("pilot", "target", "eval", "sample", "drafter", "all")
+    stages = ("pilot", "target", "polish", "eval", "sample", "drafter", "all")
     add("--stage", choices=stages, default="all")
     add("--data", type=Path, default=Path(".data"))
     add("--workdir", type=Path, required=True)
@@ -44,6 +44,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--warmup", type=int)
     add("--batch", type=int, help="windows of 2048 in a step of the target")
     add("--anchors", type=int)
+    add("--rounds", type=int, help="of the polish")
     add("--seed", type=int, default=0)
     add("--tiny", action="store_true", help="tiny models, float32, for a test on a CPU")
     return parser.parse_args(argv)
@@ -71,6 +72,9 @@ class Setup:
             self.drafter, optimizer=replace(self.drafter.optimizer, **change),
             anchors=args.anchors or self.drafter.anchors,
         )  # fmt: skip
+        self.polish = polish.Recipe(seed=args.seed + 2, **common)
+        if args.rounds:
+            self.polish = replace(self.polish, rounds=args.rounds)
         self.groups = [SHORT, LONG]
         if args.batch:
             self.target = replace(self.target, batch=args.batch)
@@ -83,6 +87,10 @@ class Setup:
         self.target = replace(
             self.target, batch=4, length=64, long_length=128, chunk=2, longest_repeat=10
         )
+        self.polish = replace(
+            self.polish, real=(2, 256), said=4, rounds=1, steps=4, chunk=2,
+            group=replace(polish.GROUP, batch=8, low=8, high=16, length=160, segment=160),
+        )  # fmt: skip
         self.drafter = replace(self.drafter, rows=256, anchors=4, chunk=2, held=4, least=4)
         self.groups = [
             replace(SHORT, batch=8, low=8, high=16, length=64, segment=32),
@@ -158,6 +166,11 @@ def train_target(setup: Setup, seconds: float) -> bool:
     return target.train(setup.scale, setup.target, setup.streams, a.workdir, pace, start)
 
 
+def polish_target(setup: Setup) -> bool:
+    a = setup.args
+    return polish.polish(setup.scale, setup.polish, setup.streams, a.workdir, setup.source)
+
+
 def evaluate(setup: Setup) -> bool:
     recipe = setup.target
     weights = drafter.load_target(setup.source, jnp.dtype(recipe.dtype))
@@ -203,6 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     stages = {
         "pilot": lambda: pilot(setup),
         "target": lambda: train_target(setup, args.seconds),
+        "polish": lambda: polish_target(setup),
         "eval": lambda: evaluate(setup),
         "sample": lambda: sample_texts(setup, args.sample_seconds if whole else args.seconds),
         "drafter": lambda: train_drafter(setup, args.drafter_seconds if whole else args.seconds),

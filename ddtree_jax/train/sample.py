@@ -180,17 +180,24 @@ def finish(tokens, prompt, greedy, eos: int) -> Texts:
     return Texts(tokens.astype(np.uint16), prompt, np.maximum(end, prompt), greedy)
 
 
+def hashes(tokens: np.ndarray, ngram: int) -> np.ndarray:
+    """A polynomial hash of the n-gram that starts at each place, [n, t - ngram + 1] uint64."""
+    n, length = tokens.shape
+    grams = np.zeros((n, length - ngram + 1), np.uint64)
+    with np.errstate(over="ignore"):
+        for i in range(ngram):
+            part = tokens[:, i : length - ngram + 1 + i].astype(np.uint64)
+            grams = grams * np.uint64(0x9E3779B97F4A7C15) + part + np.uint64(1)
+    return grams
+
+
 def loops(tokens: np.ndarray, prompt: np.ndarray) -> np.ndarray:
     """Where the first n-gram that comes for the third time starts; else the length.
 
     All three within SPAN tokens and after the prompt, which may repeat itself as it likes.
     """
-    n, length = tokens.shape
-    grams = np.zeros((n, length - NGRAM + 1), np.uint64)
-    with np.errstate(over="ignore"):
-        for i in range(NGRAM):  # a polynomial hash
-            part = tokens[:, i : length - NGRAM + 1 + i].astype(np.uint64)
-            grams = grams * np.uint64(0x9E3779B97F4A7C15) + part + np.uint64(1)
+    length = tokens.shape[1]
+    grams = hashes(tokens, NGRAM)
     order = np.argsort(grams, axis=1, kind="stable")
     ranked = np.take_along_axis(grams, order, axis=1)
     back = TIMES - 1
