@@ -19,8 +19,8 @@ from benchmarks.prompts import EACH, MIXES, load
 from benchmarks.traces import Trace, record, replay
 from ddtree_jax import Sampling, Speculation, generate
 from ddtree_jax import load as load_model
-from ddtree_jax.generate import Model
-from ddtree_jax.model.attention import causal_attention
+from ddtree_jax.loading import Model
+from ddtree_jax.model.attention import expanded_attention
 
 BUDGETS, TOP_KS = (4, 7, 8, 16, 32, 64), (1, 2, 4, 8)
 TEMPERATURES = {"greedy": 0.0, "t1": 1.0}
@@ -162,16 +162,10 @@ def repeats(trace: Trace, n: int = 8, times: int = 3) -> np.ndarray:
 @jax.jit
 def _nats(weights, tokens, length):
     """Summed negative log-probability of tokens 1 .. length-1 of [t] given those before."""
-    target, config = weights.target_module(), weights.config
+    target = weights.target_module()
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
-    def attention(mla, x, positions, layer):
-        nope, rope, latents = mla.project(x, positions)
-        queries = jnp.concatenate([nope, rope], axis=-1)
-        out = causal_attention(queries, *mla.expand(latents), config.softmax_scale)
-        return mla.o_proj(out.reshape(x.shape[0], -1)), latents
-
-    rows = target(tokens, positions, positions < length, attention)
+    rows = target(tokens, positions, positions < length, expanded_attention)
     log_p = jax.nn.log_softmax(target.lm_head(rows.hidden).astype(jnp.float32))
     said = jnp.take_along_axis(log_p[:-1], tokens[1:, None], axis=1)[:, 0]
     return -jnp.where(positions[1:] < length, said, 0).sum()

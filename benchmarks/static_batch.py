@@ -15,7 +15,9 @@ from jax import lax
 
 from ddtree_jax import Sampling, Speculation, prefill
 from ddtree_jax.cache import identity_tables
-from ddtree_jax.generate import Method, Model, Prompt, decode
+from ddtree_jax.generate import Method, decode
+from ddtree_jax.loading import Model
+from ddtree_jax.prefill import Prompt
 from ddtree_jax.state import DecodeState
 
 FOREVER = np.iinfo(np.int32).max

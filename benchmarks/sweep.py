@@ -27,7 +27,8 @@ from benchmarks.static_batch import (
     words,
 )
 from ddtree_jax import load as load_model
-from ddtree_jax.generate import METHODS, Model
+from ddtree_jax.generate import METHODS
+from ddtree_jax.loading import Model
 
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTINGS = ((8, 4), (16, 8))  # (budget, top-k) of the trees

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ddtree_jax import Sampling, autoregressive_step, prefill
-from ddtree_jax.generate import Model
+from ddtree_jax.loading import Model
 from ddtree_jax.sampling import keyed_noise, perturb
 from ddtree_jax.step import draft
 from ddtree_jax.tree import build, candidates, walk

@@ -20,6 +20,7 @@ import numpy as np
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.model.dflash import dflash_graph
 from ddtree_jax.model.kimi import kimi_graph
+from ddtree_jax.read_config import read_drafter_config, read_target_config
 from ddtree_jax.shards import CONFIG, SHARD_BYTES, Shards, Tensor, read_json, write
 
 Leaves = tuple[jax.Array, ...]
@@ -57,7 +58,7 @@ def load_target(folder: str | Path, dtype) -> tuple[KimiConfig, Leaves]:
 
     FileNotFoundError or ValueError names what is missing, unexpected, or unlike the config.
     """
-    config = KimiConfig.from_published(read_json(folder, CONFIG))
+    config = read_target_config(read_json(folder, CONFIG))
     shards = Shards(folder)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in shards.names) else ""
     return config, _load(shards, leaves_by_path(config, dtype), _target_pieces(config, prefix))
@@ -67,7 +68,7 @@ def load_drafter(
     folder: str | Path, dtype, target_config: KimiConfig
 ) -> tuple[DFlashConfig, Leaves]:
     """Read a DFlash drafter that fits the target; raises as `load_target`."""
-    config = DFlashConfig.from_published(read_json(folder, CONFIG))
+    config = read_drafter_config(read_json(folder, CONFIG))
     config.check_target(target_config)
     return config, _load(Shards(folder), leaves_by_path(config, dtype), _drafter_pieces(config))
 
@@ -84,7 +85,7 @@ def save_target(
     `published` becomes `config.json` and must describe `config`; keys carry `language_model.` if it
     has a `text_config`. Weights of a wider dtype are rounded to bf16.
     """
-    if KimiConfig.from_published(published) != config:
+    if read_target_config(published) != config:
         raise ValueError("the published config does not describe the target's config")
     prefix = _PREFIX if "text_config" in published else ""
     pieces = _target_pieces(config, prefix)
@@ -99,7 +100,7 @@ def save_drafter(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a drafter as published, in bf16: one file where `shard_bytes` allows."""
-    if DFlashConfig.from_published(published) != config:
+    if read_drafter_config(published) != config:
         raise ValueError("the published config does not describe the drafter's config")
     pieces = _drafter_pieces(config)
     _save(folder, published, config, pieces, leaves, shard_bytes, single=True)

@@ -9,7 +9,9 @@ from rich.table import Table
 
 from ddtree_jax._version import __version__
 from ddtree_jax.config import Sampling, Speculation
-from ddtree_jax.generate import METHODS, Completion, Model, check_request, generate, load, stream
+from ddtree_jax.generate import METHODS, Completion, generate, stream
+from ddtree_jax.loading import Model, load
+from ddtree_jax.prefill import check_request
 
 DEMO_PROMPTS = (
     "def fibonacci(n):\n",

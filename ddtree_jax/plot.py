@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from ddtree_jax.config import Speculation
-from ddtree_jax.generate import Completion, Method, Model
+from ddtree_jax.generate import Completion, Method
+from ddtree_jax.loading import Model
 from ddtree_jax.state import DecodeState
 from ddtree_jax.step import draft_and_walk
 from ddtree_jax.tokenizer import Tokenizer

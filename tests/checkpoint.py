@@ -12,8 +12,8 @@ from tiny import DRAFTER, TARGET
 from ddtree_jax.checkpoint import save_drafter, save_target
 from ddtree_jax.model.dflash import DFlash
 from ddtree_jax.model.kimi import Kimi
-from ddtree_jax.published import published_config, published_drafter_config
 from ddtree_jax.tokenizer import RANKS, SPECIAL_TOKENS
+from ddtree_jax.write_config import published_config, published_drafter_config
 
 MERGES = [b"th", b"the", b" the", b"in", b"ing", b"\xe4\xbd", b"  ", b"    "]
 TOKENS = [bytes([i]) for i in range(256)] + MERGES

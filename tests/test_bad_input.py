@@ -12,8 +12,9 @@ from tiny import DRAFTER, TARGET, tiny_model
 
 import ddtree_jax as dd
 from ddtree_jax.generate import METHODS, Method
-from ddtree_jax.published import published_config, published_drafter_config
+from ddtree_jax.read_config import read_drafter_config, read_target_config
 from ddtree_jax.tokenizer import RANKS
+from ddtree_jax.write_config import published_config, published_drafter_config
 
 LENGTH = TARGET.max_position_embeddings
 
@@ -248,9 +249,9 @@ TARGET_FIELDS = [
 @pytest.mark.parametrize(("name", "value", "said"), TARGET_FIELDS)
 def test_target_fields(name, value, said, wrapped):
     published = deep(published_config(SMALL_TARGET, wrapped=wrapped))
-    assert dd.KimiConfig.from_published(published) == SMALL_TARGET
+    assert read_target_config(published) == SMALL_TARGET
     changed(published["text_config"] if wrapped else published, name, value)
-    refused(said, dd.KimiConfig.from_published, published)
+    refused(said, read_target_config, published)
 
 
 DRAFTER_FIELDS = [
@@ -285,8 +286,8 @@ DRAFTER_FIELDS = [
 @pytest.mark.parametrize(("name", "value", "said"), DRAFTER_FIELDS)
 def test_drafter_fields(name, value, said):
     published = deep(published_drafter_config(SMALL_DRAFTER))
-    assert dd.DFlashConfig.from_published(published) == SMALL_DRAFTER
-    refused(said, dd.DFlashConfig.from_published, changed(published, name, value))
+    assert read_drafter_config(published) == SMALL_DRAFTER
+    refused(said, read_drafter_config, changed(published, name, value))
 
 
 def deep(config):

@@ -20,8 +20,9 @@ from ddtree_jax.checkpoint import (
     save_target,
 )
 from ddtree_jax.config import DFlashConfig, KimiConfig, Yarn
-from ddtree_jax.published import published_config, published_drafter_config
+from ddtree_jax.read_config import read_drafter_config, read_target_config
 from ddtree_jax.shards import INDEX, SINGLE, Tensor
+from ddtree_jax.write_config import published_config, published_drafter_config
 
 TARGET = KimiConfig(
     vocab_size=300, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, q_lora_rank=16,
@@ -80,7 +81,7 @@ def assert_same(found, wanted):
 def test_target_round_trip(tmp_path, name, wrapped):
     config = TARGETS[name]
     published = published_config(config, wrapped=wrapped)
-    assert KimiConfig.from_published(published) == config
+    assert read_target_config(published) == config
     leaves = random_leaves(config)
     save_target(tmp_path, config, published, leaves, shard_bytes=60_000)
     found_config, found = load_target(tmp_path, jnp.bfloat16)
@@ -93,7 +94,7 @@ def test_target_round_trip(tmp_path, name, wrapped):
 def test_drafter_round_trip(tmp_path, name):
     config = DRAFTERS[name]
     published = published_drafter_config(config)
-    assert DFlashConfig.from_published(published) == config
+    assert read_drafter_config(published) == config
     assert published["dflash_config"]["is_causal"] is config.causal_sliding
     leaves = random_leaves(config)
     for shard_bytes, file in ((30_000, INDEX), (2**20, SINGLE)):

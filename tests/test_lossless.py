@@ -16,8 +16,9 @@ from tiny import tiny_model
 
 import ddtree_jax as dd
 from ddtree_jax import step as steps
-from ddtree_jax.generate import Method, prefill
+from ddtree_jax.generate import Method
 from ddtree_jax.generate import decode as run
+from ddtree_jax.prefill import prefill
 
 BLOCKS = (2, 4, 8)
 BUDGETS = (0, 1, 2, 3, 7, 8, 9, 20, 31, 33, 64)

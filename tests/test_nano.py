@@ -12,7 +12,7 @@ import pytest
 
 import ddtree_jax as dd
 from benchmarks.prompts import MIXES, load
-from ddtree_jax.model.attention import causal_attention
+from ddtree_jax.model.attention import expanded_attention
 from ddtree_jax.sampling import keyed_noise, perturb
 
 GAP = 1e-4
@@ -35,13 +35,7 @@ def next_scores(weights, tokens, length, seed, temperature):
     target, config = weights.target_module(), weights.config
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
-    def attention(mla, x, positions, layer):
-        nope, rope, latents = mla.project(x, positions)
-        queries = jnp.concatenate([nope, rope], axis=-1)
-        out = causal_attention(queries, *mla.expand(latents), config.softmax_scale)
-        return mla.o_proj(out.reshape(x.shape[0], -1)), latents
-
-    rows = target(tokens, positions, positions < length, attention)
+    rows = target(tokens, positions, positions < length, expanded_attention)
     logits = target.lm_head(rows.hidden[length - 1])[None]
     noise = keyed_noise(seed[None], length[None, None], config.vocab_size, temperature[None])
     return perturb(logits, noise[:, 0], temperature[None])[0]

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from ddtree_jax.checkpoint import load_drafter, load_target
 from ddtree_jax.config import PAGE_SIZE
-from ddtree_jax.model.attention import causal_attention
+from ddtree_jax.model.attention import expanded_attention
 from ddtree_jax.model.dflash import block_visibility, grouped_attention, merge_dflash
 from ddtree_jax.model.kimi import merge_kimi
 from ddtree_jax.pallas.tree_attention import tree_attention_reference
@@ -54,16 +54,6 @@ def forward(config, leaves, tokens, start, attend):
     return run(leaves)
 
 
-def expanded(config):
-    def attend(mla, x, positions, layer):
-        nope, rope, latent = mla.project(x, positions)
-        queries = jnp.concatenate([nope, rope], axis=-1)
-        out = causal_attention(queries, *mla.expand(latent), config.softmax_scale)
-        return mla.o_proj(out.reshape(x.shape[0], -1)), latent
-
-    return attend
-
-
 def absorbed(config, prefix, rows):
     """Rows as a chain behind `prefix` [layers, S, latent], in pages that hold NaN elsewhere."""
     layers, length, size = prefix.shape
@@ -94,7 +84,7 @@ def test_target_equals_transformers(name):
     config, leaves = load_target(GOLDEN / name, jnp.float32)
     for ids, logits, hidden in cases(name):
         tokens, wanted_taps = jnp.asarray(ids[0]), hidden.transpose(1, 0, 2)
-        found, taps, latents = forward(config, leaves, tokens, 0, expanded(config))
+        found, taps, latents = forward(config, leaves, tokens, 0, expanded_attention)
         assert relative(found, logits) <= 1e-4
         for layer in range(config.num_hidden_layers):
             assert relative(taps[:, layer], wanted_taps[:, layer]) <= 1e-4

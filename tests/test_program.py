@@ -18,7 +18,8 @@ from lossless import FOREVER, prompts_of
 from tiny import DRAFTER, TARGET, tiny_model
 
 import ddtree_jax as dd
-from ddtree_jax.generate import METHODS, Method, Model, decode
+from ddtree_jax.generate import METHODS, Method, decode
+from ddtree_jax.loading import Model
 from ddtree_jax.model.dflash import DFlash
 from ddtree_jax.model.kimi import Kimi
 

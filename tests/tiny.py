@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ddtree_jax.config import DFlashConfig, KimiConfig, Yarn
-from ddtree_jax.generate import Model
+from ddtree_jax.loading import Model
 from ddtree_jax.model.dflash import DFlash
 from ddtree_jax.model.kimi import Kimi
 from ddtree_jax.state import Weights

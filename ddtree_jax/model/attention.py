@@ -82,6 +82,17 @@ class MLA(nnx.Module):
         return jnp.concatenate([keys, rope], axis=-1), values
 
 
+def expanded_attention(mla: MLA, x, positions, layer):
+    """Attention of one sequence over itself, from position 0: prefill, and scoring of texts.
+
+    Cheaper than absorbed attention for so many rows. Also returns the rows' latents.
+    """
+    nope, rope, latents = mla.project(x, positions)
+    queries = jnp.concatenate([nope, rope], axis=-1)
+    out = causal_attention(queries, *mla.expand(latents), mla.config.softmax_scale)
+    return mla.o_proj(out.reshape(x.shape[0], -1)), latents
+
+
 def causal_attention(
     queries: Float[Array, "t heads d"],
     keys: Float[Array, "t heads d"],

@@ -10,10 +10,10 @@ from pathlib import Path
 import ml_dtypes
 
 from ddtree_jax import checkpoint
-from ddtree_jax.published import published_config, published_drafter_config
 from ddtree_jax.train import drafter, nano, target
 from ddtree_jax.train.params import host
 from ddtree_jax.train.store import read_export
+from ddtree_jax.write_config import published_config, published_drafter_config
 
 DRAFTER = "dflash"  # folder of the drafter in the target's
 

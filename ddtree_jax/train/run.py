@@ -1,7 +1,8 @@
 """Train kimi-nano and its drafter: python -m ddtree_jax.train.run --stage all --data D --workdir W
 
 Stages: pilot (speed and first losses of both optimisers, a checkpoint round trip), target, polish
-(less repetition), eval, sample, drafter, all (the last five). A stage that was stopped goes on when called again.
+(less repetition), eval, sample, drafter, all (the last five). A stage that was stopped goes on
+when called again.
 """
 
 import argparse

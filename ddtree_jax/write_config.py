@@ -1,12 +1,13 @@
 """`config.json` as the public checkpoints have it, built from our configs.
 
-`KimiConfig.from_published(published_config(c)) == c`, and likewise for the drafter.
+`read_target_config(published_config(c)) == c`, and likewise for the drafter.
 """
 
 from typing import Any
 
 from ddtree_jax.config import DFlashConfig, KimiConfig, Yarn
 from ddtree_jax.pallas.expert_matmul import GROUP
+from ddtree_jax.read_config import read_yarn
 from ddtree_jax.tokenizer import SPECIAL_TOKENS
 
 _PLACEHOLDER = "<|kimi_k25_video_placeholder|>"
@@ -154,6 +155,6 @@ def _rope_scaling(yarn: Yarn | None, explicit: bool) -> dict[str, Any] | None:
     }
     if yarn.mscale_all_dim:
         fields |= {"mscale": yarn.mscale_all_dim, "mscale_all_dim": yarn.mscale_all_dim}
-    if explicit or Yarn.from_published(fields) != yarn:
+    if explicit or read_yarn(fields) != yarn:
         fields["attention_factor"] = yarn.attention_factor
     return fields

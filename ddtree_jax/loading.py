@@ -1,0 +1,79 @@
+"""A model as users hold it, and how it is loaded from published folders."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.checkpoint import load_drafter, load_target
+from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.state import Weights
+from ddtree_jax.tokenizer import RANKS, Tokenizer
+
+BUNDLED = Path(__file__).parent / "models"
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights, tokenizer and configs of a target and (perhaps) its drafter."""
+
+    weights: Weights
+    tokenizer: Tokenizer | None
+    name: str
+
+    @property
+    def config(self) -> KimiConfig:
+        return self.weights.config
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The config's, and the tokenizer's own: published configs name only one of Kimi's two."""
+        own = () if self.tokenizer is None else self.tokenizer.eos_ids
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *own)))
+
+    @property
+    def drafter_config(self) -> DFlashConfig | None:
+        return self.weights.drafter_config
+
+
+def load(
+    path: str | Path = "kimi-nano",
+    drafter: str | Path | None = None,
+    mesh=None,
+    plan: str = "expert",
+    dtype: str | None = None,
+) -> Model:
+    """Load a target and its drafter from published folders.
+
+    `path` is a bundled name or a folder with `config.json`, safetensors and `tiktoken.model`; the
+    drafter is looked for in `path/dflash` unless `drafter` names its folder. `dtype` is float32 or
+    bfloat16 (default: float32 on CPU, bfloat16 elsewhere).
+
+    Raises FileNotFoundError or ValueError naming the file or field that is wrong.
+    """
+    if mesh is not None:
+        raise ValueError(f"mesh={mesh!r}: only one device is supported so far")
+    if plan != "expert":
+        raise ValueError(f"plan={plan!r}: without a mesh only the default 'expert' is accepted")
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype={dtype!r}: must be float32 or bfloat16")
+    folder = BUNDLED / str(path) if (BUNDLED / str(path)).is_dir() else Path(path)
+    if not folder.is_dir():
+        names = ", ".join(sorted(p.name for p in BUNDLED.iterdir() if p.is_dir()))
+        raise FileNotFoundError(f"no model {str(path)!r}: neither a folder nor bundled ({names})")
+    config, target = load_target(folder, dtype)
+    drafter_config, leaves = None, None
+    if drafter is not None or (folder / "dflash").is_dir():
+        where = folder / "dflash" if drafter is None else Path(drafter)
+        drafter_config, leaves = load_drafter(where, dtype, config)
+    tokenizer = Tokenizer(folder)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"{folder / RANKS}: ranks and special tokens are {tokenizer.vocab_size}, must be "
+            f"vocab_size={config.vocab_size}"
+        )
+    weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)))
+    return Model(weights, tokenizer, folder.resolve().name)

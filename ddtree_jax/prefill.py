@@ -1,0 +1,155 @@
+"""Prefill: prompts through the target, one by one, into the caches of a batch."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax.cache import empty_cache, identity_tables, scatter_tokens
+from ddtree_jax.config import PAGE_SIZE, Sampling, is_int
+from ddtree_jax.loading import Model
+from ddtree_jax.model.attention import expanded_attention
+from ddtree_jax.sampling import choose, keyed_noise, perturb
+from ddtree_jax.state import DecodeState, Weights, emit
+
+Prompt = str | Sequence[int]
+
+
+def prefill(
+    model: Model,
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] = Sampling(),
+    max_new_tokens: int = 128,
+) -> DecodeState:
+    """Run the prompts through the target, fill both caches, and sample each first token.
+
+    Each prompt runs alone, padded to a power of two, so that a batch changes nothing for it.
+    """
+    weights, config = model.weights, model.config
+    ids, samplings = check_request(model, prompts, sampling, max_new_tokens)
+    longest = max(len(i) for i in ids) + max_new_tokens
+    pages = _power_of_two(-(-longest // PAGE_SIZE))
+    requests = len(ids)
+    stops = model.stop_ids or (-1,)
+    horizon = 1 if weights.drafter_config is None else weights.drafter_config.horizon
+    state = DecodeState(
+        cache=empty_cache(config, weights.drafter_config, requests * pages, weights.dtype),
+        block_tables=identity_tables(requests, pages),
+        lengths=jnp.zeros(requests, jnp.int32),
+        root=jnp.zeros(requests, jnp.int32),
+        tokens=jnp.zeros((requests, _power_of_two(max_new_tokens)), jnp.int32),
+        count=jnp.zeros(requests, jnp.int32),
+        limit=jnp.full(requests, max_new_tokens, jnp.int32),
+        stop_ids=jnp.tile(jnp.asarray(stops, jnp.int32)[None], (requests, 1)),
+        seeds=jnp.asarray(np.array([s.seed for s in samplings], np.uint32)),
+        temperature=jnp.asarray([s.temperature for s in samplings], jnp.float32),
+        reason=jnp.zeros(requests, jnp.int32),
+        passes=jnp.zeros(requests, jnp.int32),
+        hits=jnp.zeros((requests, horizon), jnp.int32),
+    )
+    for request, tokens in enumerate(ids):
+        padded = np.zeros(max(64, _power_of_two(len(tokens))), np.int32)
+        padded[: len(tokens)] = tokens
+        state = prefill_request(
+            weights, state, jnp.int32(request), jnp.asarray(padded), jnp.int32(len(tokens))
+        )
+    return state
+
+
+@partial(jax.jit, donate_argnames="state")
+def prefill_request(weights: Weights, state: DecodeState, request, tokens, length) -> DecodeState:
+    """Prefill one request of the batch: tokens [t], of which the first `length` are its prompt.
+
+    Attention is expanded (keys and values per head): cheaper than absorbed for so many rows.
+    """
+    target = weights.target_module()
+    t = tokens.shape[0]
+    positions = jnp.arange(t, dtype=jnp.int32)
+
+    taps = () if weights.drafter_config is None else weights.drafter_config.target_layer_ids
+    rows = target(tokens, positions, positions < length, expanded_attention, taps)
+    place = (state.block_tables[request][None], jnp.zeros(1, jnp.int32), length[None])
+    cache = state.cache
+    cache = replace(cache, latents=scatter_tokens(cache.latents, rows.latents[:, None], *place))
+    if weights.drafter is not None:
+        keys, values = weights.drafter_module().context(rows.taps, positions)
+        cache = replace(
+            cache,
+            keys=scatter_tokens(cache.keys, keys[:, None], *place),
+            values=scatter_tokens(cache.values, values[:, None], *place),
+        )
+    logits = target.lm_head(rows.hidden[length - 1])[None]
+    temperature = state.temperature[request][None]
+    noise = keyed_noise(
+        state.seeds[request][None], length[None, None], weights.config.vocab_size, temperature
+    )
+    first = choose(perturb(logits, noise[:, 0], temperature))[0]
+    # Emit for this request alone: every other one is given no token and no failure.
+    own = jnp.arange(state.root.shape[0], dtype=jnp.int32) == request
+    failed = own & (first < 0)
+    state = replace(
+        state,
+        cache=cache,
+        lengths=jnp.where(own, length, state.lengths),
+        root=jnp.where(own & ~failed, first, state.root),
+    )
+    return emit(state, state.root[:, None], (own & ~failed).astype(jnp.int32), failed)[0]
+
+
+def check_request(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling],
+    max_new_tokens: int,
+) -> tuple[list[list[int]], list[Sampling]]:
+    """Token ids and sampling of every prompt; ValueError for what cannot be honoured."""
+    config, prompts = model.config, _as_list(prompts)
+    if not prompts:
+        raise ValueError("prompts=[]: must hold at least one prompt")
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(samplings) != len(prompts):
+        raise ValueError(f"sampling has {len(samplings)} entries: must be one, or {len(prompts)}")
+    if not is_int(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer, 1 or greater")
+    ids = []
+    for index, prompt in enumerate(prompts):
+        tokens = _tokens(model, prompt)
+        if not tokens:
+            raise ValueError(f"prompts[{index}]={prompt!r}: must hold at least one token")
+        for bad in (t for t in tokens if not 0 <= t < config.vocab_size):
+            raise ValueError(
+                f"prompts[{index}] holds token id {bad}: must be from 0 to {config.vocab_size - 1}"
+            )
+        if len(tokens) + max_new_tokens > config.max_position_embeddings:
+            raise ValueError(
+                f"prompts[{index}] of {len(tokens)} tokens with max_new_tokens={max_new_tokens}: "
+                f"together at most max_position_embeddings={config.max_position_embeddings}"
+            )
+        ids.append(tokens)
+    return ids, samplings
+
+
+def _as_list(prompts) -> list:
+    """One text, or one list of ids, is one prompt."""
+    first = prompts[0] if len(prompts) else []
+    single = isinstance(prompts, str) or (not isinstance(first, str) and np.ndim(first) == 0)
+    return [prompts] if single else list(prompts)
+
+
+def _tokens(model: Model, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        try:
+            return [operator.index(t) for t in prompt]
+        except TypeError as error:
+            raise ValueError(f"{prompt!r}: a prompt is a text or a list of token ids") from error
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer: give token ids instead of text")
+    return model.tokenizer.encode(prompt)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
