@@ -43,8 +43,8 @@ def scatter_tokens(
     pool: Float[Array, "layers pages page *row"],
     rows: Float[Array, "layers r t *row"],
     block_tables: Int[Array, "r p"],
-    start: Int[Array, "r"],
-    count: Int[Array, "r"],
+    start: Int[Array, " r"],
+    count: Int[Array, " r"],
 ) -> Float[Array, "layers pages page *row"]:
     """Write rows[:, r, :count[r]] to the slots of positions start[r], start[r]+1, ... of request r.
 

@@ -16,7 +16,8 @@ from ddtree_jax.prefill import check_request
 DEMO_PROMPTS = (
     "def fibonacci(n):\n",
     "import os\n\n\nclass FileReader:\n    def __init__(self, path):\n",
-    "The Transmission Control Protocol is",
+    "The Transmission Control Protocol (TCP)\n\nTCP is one of the main protocols of the Internet. "
+    "It provides reliable, ordered delivery of a stream of bytes between",
 )
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -58,16 +58,15 @@ def generate(
     Every method gives the tokens plain decoding gives, with the same sampling. Returns one
     Completion a prompt, in order. Raises ValueError for input that cannot be honoured.
     """
-    prompts = _as_list(prompts)
     step = Method(method, speculation, model.weights)
     state = prefill(model, prompts, sampling, max_new_tokens)
+    given = np.asarray(state.lengths)
     state, _ = decode(model.weights, state, step, 0)  # compiles, runs no pass
     jax.block_until_ready(state)
     start = time.perf_counter()
     state, _ = jax.block_until_ready(decode(model.weights, state, step, _FOREVER))
     seconds = time.perf_counter() - start
-    lengths = [len(_tokens(model, p)) for p in prompts]
-    return [completion(model, state, r, lengths[r], seconds, step) for r in range(len(prompts))]
+    return [completion(model, state, r, int(n), seconds, step) for r, n in enumerate(given)]
 
 
 def stream(
@@ -93,6 +92,7 @@ def stream(
 
 def _stream(model, prompt, step, sampling, max_new_tokens, done) -> Iterator[str]:
     state = prefill(model, [prompt], sampling, max_new_tokens)
+    given = int(state.lengths[0])
     state, running = decode(model.weights, state, step, 0)
     decoder, shown, seconds = StreamDecoder(model.tokenizer), 0, 0.0
     while True:
@@ -109,7 +109,7 @@ def _stream(model, prompt, step, sampling, max_new_tokens, done) -> Iterator[str
     if text := decoder.finish():
         yield text
     if done is not None:
-        done.append(completion(model, state, 0, len(_tokens(model, prompt)), seconds, step))
+        done.append(completion(model, state, 0, given, seconds, step))
 
 
 class Method:
@@ -129,7 +129,8 @@ class Method:
             block = served_block_size(weights, speculation.block_size)
             self.horizon = block - 1
             self.budget = self.horizon if method == "dflash" else speculation.budget
-            self.speculation = replace(speculation, block_size=block)
+            top_k = 1 if method == "dflash" else speculation.top_k
+            self.speculation = Speculation(self.budget, top_k, block)
         self.key = (method, self.speculation)
 
     def __hash__(self):

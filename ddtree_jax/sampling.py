@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int, UInt32
 
 
 def keyed_noise(
-    seeds: UInt32[Array, "r"],
+    seeds: UInt32[Array, " r"],
     positions: Int[Array, "r p"],
     vocab_size: int,
-    temperature: Float[Array, "r"],
+    temperature: Float[Array, " r"],
 ) -> Float[Array, "r p v"]:
     """Gumbel noise of every (seed, position, token id), float32; zeros if no request samples."""
 
@@ -34,7 +34,7 @@ def keyed_noise(
 def perturb(
     logits: Float[Array, "r *rows v"],
     noise: Float[Array, "r *rows v"],
-    temperature: Float[Array, "r"],
+    temperature: Float[Array, " r"],
 ) -> Float[Array, "r *rows v"]:
     """logits / T + noise where T > 0; the logits themselves, untouched, where T = 0."""
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

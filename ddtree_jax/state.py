@@ -51,35 +51,35 @@ class DecodeState:
 
     cache: Cache
     block_tables: Int[Array, "r pages"]
-    lengths: Int[Array, "r"]  # S: tokens in the cache
-    root: Int[Array, "r"]
+    lengths: Int[Array, " r"]  # S: tokens in the cache
+    root: Int[Array, " r"]
     tokens: Int[Array, "r capacity"]  # generated tokens
-    count: Int[Array, "r"]  # how many of them
-    limit: Int[Array, "r"]  # max_new_tokens
+    count: Int[Array, " r"]  # how many of them
+    limit: Int[Array, " r"]  # max_new_tokens
     stop_ids: Int[Array, "r stops"]  # -1 pads
-    seeds: UInt32[Array, "r"]
-    temperature: Float[Array, "r"]
-    reason: Int[Array, "r"]  # RUNNING, or why the request ended
-    passes: Int[Array, "r"]  # verify passes the request took part in
+    seeds: UInt32[Array, " r"]
+    temperature: Float[Array, " r"]
+    reason: Int[Array, " r"]  # RUNNING, or why the request ended
+    passes: Int[Array, " r"]  # verify passes the request took part in
     hits: Int[Array, "r depth"]  # passes that committed a drafted token at depth 1, 2, ...
 
     @property
-    def active(self) -> Bool[Array, "r"]:
+    def active(self) -> Bool[Array, " r"]:
         return self.reason == RUNNING
 
     @property
-    def finished(self) -> Bool[Array, "r"]:
+    def finished(self) -> Bool[Array, " r"]:
         return self.reason != RUNNING
 
     @property
-    def error(self) -> Bool[Array, "r"]:
+    def error(self) -> Bool[Array, " r"]:
         """Requests whose target produced NaN; they ended there, without a token from it."""
         return self.reason == ERROR
 
 
 def emit(
-    state: DecodeState, tokens: Int[Array, "r e"], count: Int[Array, "r"], failed: Bool[Array, "r"]
-) -> tuple[DecodeState, Int[Array, "r"]]:
+    state: DecodeState, tokens: Int[Array, "r e"], count: Int[Array, " r"], failed: Bool[Array, " r"]
+) -> tuple[DecodeState, Int[Array, " r"]]:
     """Append the first `count` of `tokens` to each request, and end it where they say so.
 
     Cut after the first stop id and at `limit`, whichever comes first in token order; a stop id

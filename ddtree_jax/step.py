@@ -61,7 +61,7 @@ def served_block_size(weights: Weights, block_size: int | None) -> int:
 
 def draft_and_walk(
     weights: Weights, state: DecodeState, budget: int, top_k: int, block_size: int
-) -> tuple[Tree, Rows, Int[Array, "r path"], Int[Array, "r"], Int[Array, "r"]]:
+) -> tuple[Tree, Rows, Int[Array, "r path"], Int[Array, " r"], Int[Array, " r"]]:
     """Everything of a step that reads: the tree, its verified rows, and `walk`'s path over it.
 
     With `Speculation(budget, top_k, block_size)` this shows what `ddtree_step` will commit.
@@ -165,7 +165,7 @@ def verify(
     return target.lm_head(rows.hidden).reshape(requests, nodes, -1), rows
 
 
-def row_starts(tree: Tree) -> Int[Array, "r1"]:
+def row_starts(tree: Tree) -> Int[Array, " r1"]:
     """The first packed row of every request, and the end: all trees here have one row count."""
     requests, nodes = tree.tokens.shape
     return jnp.arange(requests + 1, dtype=jnp.int32) * nodes
@@ -189,7 +189,7 @@ def commit(
     latents: Float[Array, "layers m latent"],
     taps: Float[Array, "m taps hidden"],
     path: Int[Array, "r path"],
-    length: Int[Array, "r"],
+    length: Int[Array, " r"],
 ) -> Cache:
     """Write the path's latents, and the drafter's context made of the path's taps, to the pages."""
     row = path_rows(tree, path)

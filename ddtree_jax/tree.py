@@ -29,7 +29,7 @@ class Tree:
     depth: Int[Array, "r n"]
     rank: Int[Array, "r n"]  # 0 for the parent's likeliest child
     score: Float[Array, "r n"]  # log-probability of the path from the root, in the drafter's eyes
-    size: Int[Array, "r"]  # used nodes, the root counted
+    size: Int[Array, " r"]  # used nodes, the root counted
     ancestors: UInt32[Array, "r n w"]
 
 
@@ -45,11 +45,11 @@ def candidates(
 
 
 def build(
-    root: Int[Array, "r"],
+    root: Int[Array, " r"],
     log_q: Float[Array, "r l k"],
     tokens: Int[Array, "r l k"],
     budget: int,
-    active: Bool[Array, "r"],
+    active: Bool[Array, " r"],
 ) -> Tree:
     """The `budget` best prefixes over sorted candidates (`candidates`) as a tree of budget+1 nodes.
 
@@ -160,7 +160,7 @@ def visibility(ancestors: UInt32[Array, "r n w"]) -> Bool[Array, "r n n"]:
 
 def walk(
     tree: Tree, target: Int[Array, "r n"], horizon: int
-) -> tuple[Int[Array, "r path"], Int[Array, "r"], Int[Array, "r"]]:
+) -> tuple[Int[Array, "r path"], Int[Array, " r"], Int[Array, " r"]]:
     """Follow children that carry their parent's target token, as deep as they go.
 
     `target` is the token the target chooses after each node. Returns the nodes of the path by

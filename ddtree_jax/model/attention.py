@@ -42,7 +42,7 @@ class MLA(nnx.Module):
         self.config = config
 
     def project(
-        self, x: Float[Array, "m hidden"], positions: Int[Array, "m"]
+        self, x: Float[Array, "m hidden"], positions: Int[Array, " m"]
     ) -> tuple[Float[Array, "m h nope"], Float[Array, "m h rope"], Float[Array, "m latent"]]:
         """Query parts without and with position, and the rows' own latents, as a cache keeps."""
         c = self.config

@@ -101,7 +101,7 @@ class DFlash(nnx.Module):
 
 
 def block_visibility(
-    config: DFlashConfig, layer: int, queries: Int[Array, "q"], keys: Int[Array, "k"], block: bool
+    config: DFlashConfig, layer: int, queries: Int[Array, " q"], keys: Int[Array, " k"], block: bool
 ) -> Bool[Array, "q k"]:
     """Which keys rows at positions `queries` see: all, the window's, or (in the block) the earlier.
 

@@ -75,9 +75,9 @@ class Kimi(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "m"],
-        positions: Int[Array, "m"],
-        valid: Bool[Array, "m"],
+        tokens: Int[Array, " m"],
+        positions: Int[Array, " m"],
+        valid: Bool[Array, " m"],
         attention: Attention,
         tap_layers: tuple[int, ...] = (),
         expert_mlp=default_expert_mlp,

@@ -26,7 +26,7 @@ class Router(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "m hidden"], valid: Bool[Array, "m"]
+        self, x: Float[Array, "m hidden"], valid: Bool[Array, " m"]
     ) -> tuple[Int[Array, "m k"], Float[Array, "m k"]]:
         """Expert ids and weights of every row; rows that are not valid go to no expert (id E)."""
         c = self.config

@@ -50,9 +50,9 @@ class Data(NamedTuple):
     """Texts on the device; ids from `prompt` to before `end` were said by the target."""
 
     tokens: Int[Array, "n t"]
-    prompt: Int[Array, "n"]
-    end: Int[Array, "n"]
-    greedy: Bool[Array, "n"]
+    prompt: Int[Array, " n"]
+    end: Int[Array, " n"]
+    greedy: Bool[Array, " n"]
 
 
 class Blocks(NamedTuple):

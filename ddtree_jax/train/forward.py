@@ -62,7 +62,7 @@ def build(config: KimiConfig, weights: Flat) -> Kimi:
 
 
 @jax.custom_vjp
-def embed(weight: Float[Array, "v h"], tokens: Int[Array, "m"]) -> Float[Array, "m h"]:
+def embed(weight: Float[Array, "v h"], tokens: Int[Array, " m"]) -> Float[Array, "m h"]:
     """Rows of `weight`. Its gradient adds thousands of rows to one: a matmul, not a scatter."""
     return jnp.take(weight, tokens, axis=0, mode="clip")
 

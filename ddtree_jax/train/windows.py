@@ -17,14 +17,14 @@ LONGEST = 60  # tokens of a repeated chunk
 class Streams(NamedTuple):
     """Documents on end, each closed by [EOS], as uint16."""
 
-    code: Int[Array, "c"]
-    prose: Int[Array, "p"]
+    code: Int[Array, " c"]
+    prose: Int[Array, " p"]
 
 
 class Windows(NamedTuple):
     tokens: Int[Array, "b t1"]  # inputs and, shifted by one, labels
     kept: Bool[Array, "b t"]  # labels that count
-    code: Bool[Array, "b"]
+    code: Bool[Array, " b"]
 
 
 def repeat_map(key: Array, size: int, longest: int = LONGEST):
