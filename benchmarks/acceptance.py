@@ -1,12 +1,13 @@
 """Accept length of chain and trees on held-out text: budgets, top-k, mixes, temperatures.
 
-    python -m benchmarks.acceptance [--prompts 64] [--new-tokens 128] [--plot]
+    python -m benchmarks.acceptance [--prompts 64] [--new-tokens 64] [--plot]
 
 Writes results/acceptance.json. Accept length is committed tokens per verify pass over all prompts
 of a mix, the bonus counted, the token that prefill samples not.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -29,7 +30,7 @@ TEMPERATURES = {"greedy": 0.0, "t1": 1.0}
 def main() -> None:
     parser = results_file.parser(__doc__.split("\n")[0], "acceptance")
     parser.add_argument("--prompts", type=int, default=EACH, help="of each mix")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--checks", type=int, default=4, help="prompts decoded for real, a mix")
     parser.add_argument("--plot", action="store_true")
@@ -134,6 +135,8 @@ def summarise(model: Model, traces: dict, prompts: int) -> dict:
     for name in TEMPERATURES:
         part = [repeats(t) for (_, temperature), t in traces.items() if temperature == name]
         summary[f"repeat8_fraction_{name}"] = float(np.concatenate(part).mean())
+    length = max(int(trace.count.max()) for trace in traces.values())
+    summary["repeat8_fraction_of_real_text"] = real_repeats(model, length, prompts)
     for kind in ("code", "prose"):
         texts = [t for size in ("long", "short") for t in load(f"{kind}_{size}", prompts)]
         summary[f"bits_per_byte_{kind}"] = bits_per_byte(model, texts)
@@ -150,13 +153,26 @@ def paired_p(tree, chain) -> float:
     return float(stats.wilcoxon(tree.by_prompt, chain.by_prompt, alternative="greater").pvalue)
 
 
-def repeats(trace: Trace, n: int = 8, times: int = 3) -> np.ndarray:
-    """Which completions say some n-gram of tokens `times` times or more."""
-    found = np.zeros(len(trace.count), bool)
-    for r, count in enumerate(trace.count):
-        grams = [tuple(trace.said[r, i : i + n]) for i in range(count - n + 1)]
-        found[r] = any(grams.count(gram) >= times for gram in set(grams))
-    return found
+def repeats(trace: Trace) -> np.ndarray:
+    """Which completions repeat an 8-gram of tokens three times."""
+    said = zip(trace.said, trace.count, strict=True)
+    return np.array([repeating(row[:count].tolist()) for row, count in said])
+
+
+def repeating(tokens: list[int], n: int = 8, times: int = 3) -> bool:
+    counts = Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+    return max(counts.values(), default=0) >= times
+
+
+def real_repeats(model: Model, length: int, prompts: int) -> float:
+    """The same share in windows of held-out text: what people's own code and prose repeat."""
+    found = []
+    for mix in ("code_long", "prose_long"):
+        for text in load(mix, prompts):
+            ids = model.tokenizer.encode(text)
+            starts = range(0, len(ids) - length + 1, length)
+            found += [repeating(ids[start : start + length]) for start in starts]
+    return float(np.mean(found))
 
 
 @jax.jit

@@ -78,7 +78,10 @@ class DecodeState:
 
 
 def emit(
-    state: DecodeState, tokens: Int[Array, "r e"], count: Int[Array, " r"], failed: Bool[Array, " r"]
+    state: DecodeState,
+    tokens: Int[Array, "r e"],
+    count: Int[Array, " r"],
+    failed: Bool[Array, " r"],
 ) -> tuple[DecodeState, Int[Array, " r"]]:
     """Append the first `count` of `tokens` to each request, and end it where they say so.
 

@@ -1,6 +1,7 @@
 """What training leaves on disk: Orbax checkpoints, safetensors exports, a log of JSON lines."""
 
 import json
+import tarfile
 import time
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import orbax.checkpoint as ocp
 from safetensors import safe_open
 from safetensors.flax import save_file
 
+from ddtree_jax.pallas.expert_matmul import dequantize
 from ddtree_jax.train.forward import KEEP_WIDE, pack, quantize
 from ddtree_jax.train.params import Flat
 
+TARGET, DRAFTER = "nano_target", "nano_drafter"  # stems of the exports
 SHARD_BYTES = 14 * 2**20
+TAR_BYTES = 15 * 2**20  # of the compilation cache in one archive
 
 
 class Checkpoints:
@@ -90,6 +94,43 @@ def read_export(folder: Path, stem: str) -> Flat:
         with safe_open(path, framework="flax") as tensors:
             out.update({name: tensors.get_tensor(name) for name in tensors.keys()})
     return out
+
+
+def load_target(folder: Path, dtype=jnp.bfloat16) -> Flat:
+    """The exported target as a training forward takes it: experts dequantised."""
+    out: Flat = {}
+    for name, value in (exported := read_export(folder, TARGET)).items():
+        if name.endswith("_words"):
+            stem = name.removesuffix("_words")
+            out[stem] = dequantize(value, exported[f"{stem}_scales"], dtype)
+        elif not name.endswith("_scales"):
+            out[name] = value if name.endswith(KEEP_WIDE) else value.astype(dtype)
+    return out
+
+
+def pack_cache(workdir: Path) -> None:
+    """XLA's compilation cache, `workdir`/xla, as xla-0000i.tar of about TAR_BYTES or less."""
+    bins: list[list[Path]] = [[]]
+    room = TAR_BYTES
+    for path in sorted(p for p in (workdir / "xla").rglob("*") if p.is_file()):
+        if (size := path.stat().st_size) > room and bins[-1]:
+            bins.append([])
+            room = TAR_BYTES
+        bins[-1].append(path)
+        room -= size
+    for old in workdir.glob("xla-*.tar"):
+        old.unlink()
+    for i, paths in enumerate(bins, 1):
+        with tarfile.open(workdir / f"xla-{i:05d}.tar", "w") as tar:
+            for path in paths:
+                tar.add(path, path.relative_to(workdir))
+
+
+def unpack_cache(workdir: Path, source: Path) -> None:
+    if not (workdir / "xla").exists():
+        for path in sorted(source.glob("xla-*.tar")):
+            with tarfile.open(path) as tar:
+                tar.extractall(workdir, filter="data")
 
 
 class Log:
