@@ -40,7 +40,7 @@ def main() -> None:
     for mix in MIXES:
         texts = load(mix, args.prompts)
         for name, temperature in TEMPERATURES.items():
-            samplings = [Sampling(temperature, seed) for seed in range(len(texts))]
+            samplings = [Sampling(temperature, seed=seed) for seed in range(len(texts))]
             trace = record(model, texts, samplings, args.new_tokens, max(TOP_KS), args.batch)
             traces[mix, name] = trace
             points += measure(model, mix, name, trace)

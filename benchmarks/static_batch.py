@@ -99,7 +99,7 @@ def make_pool(
     decode with the same number of pages.
     """
     chosen = [prompts[i % len(prompts)] for i in range(size)]
-    samplings = [Sampling(case["temperature"], seed) for seed in range(size)]
+    samplings = [Sampling(case["temperature"], seed=seed) for seed in range(size)]
     state = jax.block_until_ready(prefill(model, chosen, samplings, new_tokens))
     return Pool(state, state.lengths.tolist(), case)
 

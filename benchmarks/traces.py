@@ -16,7 +16,7 @@ from jax import lax
 
 from ddtree_jax import Sampling, autoregressive_step, prefill
 from ddtree_jax.loading import Model
-from ddtree_jax.sampling import keyed_noise, perturb
+from ddtree_jax.sampling import keyed_noise, perturbed, tempered
 from ddtree_jax.step import draft
 from ddtree_jax.tree import build, candidates, walk
 
@@ -68,9 +68,9 @@ def record(
 def _record(weights, state, passes: int, top_k: int, block: int):
     def body(state, _):
         positions = state.lengths[:, None] + jnp.arange(1, block, dtype=jnp.int32)[None]
-        noise = keyed_noise(state.seeds, positions, weights.config.vocab_size, state.temperature)
+        noise = keyed_noise(state.law, positions, weights.config.vocab_size)
         logits = draft(weights.target_module(), weights.drafter_module(), state, block)
-        scores = perturb(logits, noise, state.temperature).astype(jnp.float32)
+        scores = perturbed(tempered(logits, state.law), noise, state.law).astype(jnp.float32)
         found = candidates(jax.nn.log_softmax(scores), top_k)
         return autoregressive_step(weights, state), found
 

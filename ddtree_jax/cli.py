@@ -80,7 +80,7 @@ def _model_options(command) -> None:
 
 def _generate(options) -> int:
     speculation = Speculation(options.budget, options.top_k, options.block_size)
-    sampling = Sampling(options.temperature, options.seed)
+    sampling = Sampling(options.temperature, seed=options.seed)
     model = load(options.model, dtype=options.dtype)
     settings = (options.method, speculation, sampling, options.max_new_tokens)
     check_request(model, options.prompts, sampling, options.max_new_tokens)  # before any output

@@ -214,42 +214,83 @@ class DFlashConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target is sampled: `temperature` 0 is greedy, `seed` keys the noise."""
+    """How the target is sampled, and when a request stops.
+
+    The law: logits over `temperature` (0 is greedy), then the `top_k` largest (0: all), then the
+    smallest set of them with mass `top_p` (1: all), then those at least `min_p` times as likely as
+    the likeliest (0: all); ties at an edge are kept whole. `seed` keys the noise.
+
+    `stop_ids` and `stop` (strings) end a request besides the model's own stop ids, none of them
+    within the first `min_new_tokens` tokens (strings: if they end later).
+    """
 
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    # Not supported: named here so that asking for one is refused by name, never ignored.
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: None = None
+    grammar: None = None
+    logprobs: None = None
 
     def __post_init__(self):
+        for name in ("stop_ids", "stop"):  # lists are welcome
+            value = getattr(self, name)
+            ok = isinstance(value, (list, tuple))
+            require(ok, name, value, "a list")
+            object.__setattr__(self, name, tuple(value))
         ok = is_number(self.temperature) and self.temperature >= 0
         require(ok, "temperature", self.temperature, "finite, 0 or greater")
-        require(
-            is_int(self.seed) and 0 <= self.seed < 2**32,
-            "seed",
-            self.seed,
-            "an integer from 0 to 2**32-1",
-        )
+        ok = is_int(self.seed) and 0 <= self.seed < 2**32
+        require(ok, "seed", self.seed, "an integer from 0 to 2**32-1")
+        for name in ("top_k", "min_new_tokens"):
+            value = getattr(self, name)
+            require(is_int(value) and value >= 0, name, value, "an integer, 0 or greater")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            require(is_number(value) and 0 <= value <= 1, name, value, "from 0 to 1")
+        for token in self.stop_ids:
+            require(is_int(token) and token >= 0, "stop_ids", token, "token ids")
+        for text in self.stop:
+            require(isinstance(text, str) and text != "", "stop", text, "strings of at least 1")
+        for name in _UNSUPPORTED:
+            value, neutral = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != neutral:
+                raise ValueError(f"{name}={value!r} is not supported: must be {neutral!r}")
+
+
+ACCEPTANCE = ("coupled", "rejection")
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What is drafted: tree nodes besides the root, candidates a position, drafter rows a pass.
+    """What is drafted and how it is accepted.
 
-    `block_size` None is the drafter's own. Budget and block size are independent of each other.
+    `budget` tree nodes besides the root, `top_k` candidates a position, `block_size` drafter rows
+    a pass (None: the drafter's own); budget and block size are independent of each other.
+    `acceptance`: `coupled` writes what plain decoding with the same seed writes; `rejection` keeps
+    the distribution alone, with coins of its own (docs/sampling.md).
     """
 
     budget: int = 8
     top_k: int = 4
     block_size: int | None = None
+    acceptance: str = "coupled"
 
     def __post_init__(self):
         require(is_int(self.budget) and self.budget >= 0, "budget", self.budget, "0 or greater")
         require(is_int(self.top_k) and self.top_k >= 1, "top_k", self.top_k, "1 or greater")
-        require(
-            self.block_size is None or (is_int(self.block_size) and self.block_size >= 2),
-            "block_size",
-            self.block_size,
-            "None, or 2 or greater",
-        )
+        ok = self.block_size is None or (is_int(self.block_size) and self.block_size >= 2)
+        require(ok, "block_size", self.block_size, "None, or 2 or greater")
+        ok = self.acceptance in ACCEPTANCE
+        require(ok, "acceptance", self.acceptance, "one of " + ", ".join(ACCEPTANCE))
 
 
 def is_int(value) -> bool:
@@ -281,3 +322,7 @@ def require(ok: bool, name: str, value: Any, wanted: str) -> None:
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_UNSUPPORTED = (
+    "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "grammar",
+    "logprobs",
+)  # fmt: skip

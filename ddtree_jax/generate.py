@@ -130,7 +130,7 @@ class Method:
             self.horizon = block - 1
             self.budget = self.horizon if method == "dflash" else speculation.budget
             top_k = 1 if method == "dflash" else speculation.top_k
-            self.speculation = Speculation(self.budget, top_k, block)
+            self.speculation = Speculation(self.budget, top_k, block, speculation.acceptance)
         self.key = (method, self.speculation)
 
     def __hash__(self):
@@ -143,7 +143,8 @@ class Method:
         if self.method == "autoregressive":
             return autoregressive_step(weights, state)
         if self.method == "dflash":
-            return dflash_step(weights, state, block_size=self.speculation.block_size)
+            s = self.speculation
+            return dflash_step(weights, state, block_size=s.block_size, acceptance=s.acceptance)
         return ddtree_step(weights, state, speculation=self.speculation)
 
 

@@ -32,9 +32,8 @@ def next_tree(
     The state stays as it is.
     """
     settings = Method("ddtree", speculation, model.weights).speculation
-    look = jax.jit(draft_and_walk, static_argnums=(2, 3, 4))
-    budget, top_k, block = settings.budget, settings.top_k, settings.block_size
-    tree, _, path, length, _ = look(model.weights, state, budget, top_k, block)
+    look = jax.jit(draft_and_walk, static_argnums=(2, 3))
+    tree, _, path, length, _ = look(model.weights, state, settings, settings.block_size)
     pairs = zip(np.asarray(path).tolist(), np.asarray(length).tolist(), strict=True)
     return tree, [nodes[:count] for nodes, count in pairs]
 

@@ -13,7 +13,7 @@ from ddtree_jax.cache import empty_cache, identity_tables, scatter_tokens
 from ddtree_jax.config import PAGE_SIZE, Sampling, is_int
 from ddtree_jax.loading import Model
 from ddtree_jax.model.attention import expanded_attention
-from ddtree_jax.sampling import choose, keyed_noise, perturb
+from ddtree_jax.sampling import Law, bar_stops, choose, keyed_noise, log_law, perturbed
 from ddtree_jax.state import DecodeState, Weights, emit
 
 Prompt = str | Sequence[int]
@@ -34,7 +34,8 @@ def prefill(
     longest = max(len(i) for i in ids) + max_new_tokens
     pages = _power_of_two(-(-longest // PAGE_SIZE))
     requests = len(ids)
-    stops = model.stop_ids or (-1,)
+    stops = [model.stop_ids + s.stop_ids for s in samplings]
+    widest = max(1, *map(len, stops))
     horizon = 1 if weights.drafter_config is None else weights.drafter_config.horizon
     state = DecodeState(
         cache=empty_cache(config, weights.drafter_config, requests * pages, weights.dtype),
@@ -44,9 +45,8 @@ def prefill(
         tokens=jnp.zeros((requests, _power_of_two(max_new_tokens)), jnp.int32),
         count=jnp.zeros(requests, jnp.int32),
         limit=jnp.full(requests, max_new_tokens, jnp.int32),
-        stop_ids=jnp.tile(jnp.asarray(stops, jnp.int32)[None], (requests, 1)),
-        seeds=jnp.asarray(np.array([s.seed for s in samplings], np.uint32)),
-        temperature=jnp.asarray([s.temperature for s in samplings], jnp.float32),
+        stop_ids=jnp.asarray([s + (-1,) * (widest - len(s)) for s in stops], jnp.int32),
+        law=Law.of(samplings),
         reason=jnp.zeros(requests, jnp.int32),
         passes=jnp.zeros(requests, jnp.int32),
         hits=jnp.zeros((requests, horizon), jnp.int32),
@@ -83,11 +83,13 @@ def prefill_request(weights: Weights, state: DecodeState, request, tokens, lengt
             values=scatter_tokens(cache.values, values[:, None], *place),
         )
     logits = target.lm_head(rows.hidden[length - 1])[None]
-    temperature = state.temperature[request][None]
-    noise = keyed_noise(
-        state.seeds[request][None], length[None, None], weights.config.vocab_size, temperature
-    )
-    first = choose(perturb(logits, noise[:, 0], temperature))[0]
+    law = jax.tree.map(lambda column: column[request][None], state.law)
+    broken = jnp.isnan(logits).any(axis=-1)
+    barred = law.min_new_tokens[:, None] > 0
+    stops = state.stop_ids[request][None]
+    log_p = log_law(bar_stops(logits[:, None], stops, barred)[:, 0], law)
+    noise = keyed_noise(law, length[None, None], weights.config.vocab_size)[:, 0]
+    first = choose(perturbed(log_p, noise, law), broken)[0]
     # Emit for this request alone: every other one is given no token and no failure.
     own = jnp.arange(state.root.shape[0], dtype=jnp.int32) == request
     failed = own & (first < 0)

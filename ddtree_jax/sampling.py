@@ -1,48 +1,174 @@
-"""Which token the target chooses: argmax, or argmax under noise that does not depend on the draft.
+"""Which token the target chooses: its filtered distribution, and noise that no draft can move.
 
-`coupled` sampling: the token at position t is argmax_v (log p(v) + g(seed, t, v)) with Gumbel noise
-g keyed by request seed, position and token id. The noise of a position is the same whichever tree
+A request's law is its logits over temperature, then top-k, then top-p, then min-p. `coupled`
+sampling commits at position t the token argmax_v (log p(v) + g(seed, t, v)) with Gumbel noise g
+keyed by request seed, position and token id. The noise of a position is the same whichever tree
 asks for it, so speculation commits the tokens plain decoding with the same seed commits, and the
 argmax of Gumbel-perturbed log-probabilities is an exact draw from p (Maddison et al. 2014).
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from ddtree_jax.config import Sampling
 
 
-def keyed_noise(
-    seeds: UInt32[Array, " r"],
-    positions: Int[Array, "r p"],
-    vocab_size: int,
-    temperature: Float[Array, " r"],
-) -> Float[Array, "r p v"]:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Law:
+    """`Sampling` of every request as arrays: a mixed batch is one program."""
+
+    seed: UInt32[Array, " r"]
+    temperature: Float[Array, " r"]
+    top_k: Int[Array, " r"]  # 0: off
+    top_p: Float[Array, " r"]
+    min_p: Float[Array, " r"]
+    min_new_tokens: Int[Array, " r"]
+
+    @classmethod
+    def of(cls, samplings: list[Sampling]) -> "Law":
+        def column(name, dtype):
+            return jnp.asarray([getattr(s, name) for s in samplings], dtype)
+
+        return cls(
+            column("seed", jnp.uint32),
+            column("temperature", jnp.float32),
+            column("top_k", jnp.int32),
+            column("top_p", jnp.float32),
+            column("min_p", jnp.float32),
+            column("min_new_tokens", jnp.int32),
+        )
+
+
+def keyed_noise(law: Law, positions: Int[Array, "r p"], vocab_size: int) -> Float[Array, "r p v"]:
     """Gumbel noise of every (seed, position, token id), float32; zeros if no request samples."""
 
     def one(seed, position):
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+        return jax.random.gumbel(_key(seed, position), (vocab_size,), jnp.float32)
 
     def draw():
-        return jax.vmap(jax.vmap(one, (None, 0)))(seeds, positions)
+        return jax.vmap(jax.vmap(one, (None, 0)))(law.seed, positions)
 
     shape = (*positions.shape, vocab_size)
-    return lax.cond((temperature > 0).any(), draw, lambda: jnp.zeros(shape, jnp.float32))
+    return lax.cond((law.temperature > 0).any(), draw, lambda: jnp.zeros(shape, jnp.float32))
 
 
-def perturb(
-    logits: Float[Array, "r *rows v"],
-    noise: Float[Array, "r *rows v"],
-    temperature: Float[Array, " r"],
-) -> Float[Array, "r *rows v"]:
-    """logits / T + noise where T > 0; the logits themselves, untouched, where T = 0."""
+def keyed_coins(law: Law, positions: Int[Array, "r p"], stream: int) -> Float[Array, "r p"]:
+    """Uniform coins in [0, 1) of every (seed, position); streams are independent of each other
+    and of the noise."""
+
+    def one(seed, position):
+        return jax.random.uniform(jax.random.fold_in(_key(seed, position), stream), (), jnp.float32)
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(law.seed, positions)
+
+
+def _key(seed, position):
+    return jax.random.fold_in(jax.random.key(seed), position)
+
+
+def tempered(logits: Float[Array, "r *rows v"], law: Law) -> Float[Array, "r *rows v"]:
+    """Logits over temperature, in float32 or wider; untouched where T = 0."""
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    t = temperature.reshape((-1,) + (1,) * (logits.ndim - 1)).astype(wide.dtype)
-    return jnp.where(t > 0, wide / jnp.where(t > 0, t, 1) + noise.astype(wide.dtype), wide)
+    t = _per_row(law.temperature, wide).astype(wide.dtype)
+    return wide / jnp.where(t > 0, t, 1)
 
 
-def choose(scores: Float[Array, "*rows v"]) -> Int[Array, "*rows"]:
-    """The best token of every row, ties to the lowest id; -1 where a score is NaN."""
-    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    return jnp.where(jnp.isnan(scores).any(axis=-1), -1, best)
+def perturbed(x: Float[Array, "r *rows v"], noise, law: Law) -> Float[Array, "r *rows v"]:
+    """Log-probabilities plus noise, where the request samples."""
+    return jnp.where(_per_row(law.temperature, x) > 0, x + noise.astype(x.dtype), x)
+
+
+def log_law(logits: Float[Array, "r *rows v"], law: Law) -> Float[Array, "r *rows v"]:
+    """Unnormalised log-probabilities after temperature and filters; -inf for tokens left out.
+
+    Where T = 0 the logits come back untouched: the choice is their argmax, and no filter can
+    change it.
+    """
+    x = tempered(logits, law)
+    t = _per_row(law.temperature, x)
+    filters = (law.top_k > 0) | (law.top_p < 1) | (law.min_p > 0)
+
+    def filtered(x):
+        kept = x.astype(jnp.float32) >= threshold(x, law)[..., None]
+        return jnp.where(kept | (t <= 0), x, -jnp.inf)
+
+    return lax.cond((filters & (law.temperature > 0)).any(), filtered, lambda x: x, x)
+
+
+def threshold(x: Float[Array, "r *rows v"], law: Law) -> Float[Array, " r *rows"]:
+    """The least tempered logit, in float32, that top-k, top-p and min-p keep; ties are kept whole.
+
+    top-k keeps the k largest. Of their renormalised distribution top-p keeps the smallest set of
+    largest tokens with a mass of at least p. min-p keeps what has at least min_p times the
+    greatest probability. No sort: the bits of each threshold are found from the highest down, by
+    counting and weighing what lies above.
+    """
+    x = x.astype(jnp.float32)
+    key = _ordered(x)
+    rows = x.shape[:-1]
+    top = x.max(axis=-1)
+    weight = jnp.exp(x - jnp.where(jnp.isfinite(top), top, 0)[..., None])
+    k = jnp.broadcast_to(_per_row(law.top_k, top), rows)
+    k = jnp.where(k > 0, jnp.minimum(k, x.shape[-1]), x.shape[-1])
+    kth = _largest(lambda candidate: (key >= candidate[..., None]).sum(axis=-1) >= k, rows)
+    weight = jnp.where(key >= kth[..., None], weight, 0)
+    wanted = _per_row(law.top_p, top) * weight.sum(axis=-1)
+
+    def enough(candidate):
+        return jnp.where(key >= candidate[..., None], weight, 0).sum(axis=-1) >= wanted
+
+    # Mass 0 is "enough" for top_p = 0 at any threshold: at least the largest is kept.
+    nucleus = jnp.minimum(_largest(enough, rows), key.max(axis=-1))
+    nucleus = jnp.where(_per_row(law.top_p, top) < 1, nucleus, 0)
+    least = top + jnp.log(_per_row(law.min_p, top))  # -inf where off
+    return jnp.maximum(_value(jnp.maximum(kth, nucleus)), least)
+
+
+def _largest(holds, rows) -> UInt32[Array, "*rows"]:
+    """The largest key for which `holds`, which holds from some key downwards; 0 if for none."""
+
+    def bit(i, found):
+        candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return lax.fori_loop(0, 32, bit, jnp.zeros(rows, jnp.uint32))
+
+
+def _ordered(x: Float[Array, "*s"]) -> UInt32[Array, "*s"]:
+    """Float32 as integers of the same order; -0 equals 0."""
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _value(key: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
+    bits = jnp.where(key >> 31 == 1, key & jnp.uint32(2**31 - 1), ~key)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _per_row(values: Float[Array, " r"], like) -> Array:
+    return values.reshape((-1,) + (1,) * (like.ndim - 1))
+
+
+def bar_stops(
+    logits: Float[Array, "r n v"], stop_ids: Int[Array, "r s"], barred: Bool[Array, "r n"]
+) -> Float[Array, "r n v"]:
+    """-inf for the request's stop ids in the rows that must not stop yet."""
+
+    def bar(logits):
+        vocab = logits.shape[-1]
+        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+        ids = jnp.where(stop_ids >= 0, stop_ids, vocab)
+        stops = jnp.zeros((logits.shape[0], vocab), bool).at[rows, ids].set(True, mode="drop")
+        return jnp.where(barred[..., None] & stops[:, None], -jnp.inf, logits)
+
+    return lax.cond(barred.any(), bar, lambda logits: logits, logits)
+
+
+def choose(scores: Float[Array, "*rows v"], broken: Bool[Array, "*rows"]) -> Int[Array, "*rows"]:
+    """The best token of every row, ties to the lowest id; -1 for broken rows."""
+    return jnp.where(broken, -1, jnp.argmax(scores, axis=-1).astype(jnp.int32))

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int
 
 from ddtree_jax.cache import Cache
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.model.dflash import DFlash, merge_dflash
 from ddtree_jax.model.kimi import Kimi, merge_kimi
+from ddtree_jax.sampling import Law
 
 RUNNING, STOP, LENGTH, ERROR = range(4)  # values of DecodeState.reason
 REASONS = (None, "stop", "length", "error")
@@ -57,8 +58,7 @@ class DecodeState:
     count: Int[Array, " r"]  # how many of them
     limit: Int[Array, " r"]  # max_new_tokens
     stop_ids: Int[Array, "r stops"]  # -1 pads
-    seeds: UInt32[Array, " r"]
-    temperature: Float[Array, " r"]
+    law: Law
     reason: Int[Array, " r"]  # RUNNING, or why the request ended
     passes: Int[Array, " r"]  # verify passes the request took part in
     hits: Int[Array, "r depth"]  # passes that committed a drafted token at depth 1, 2, ...

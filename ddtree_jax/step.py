@@ -16,20 +16,39 @@ from ddtree_jax.config import PAGE_SIZE, Speculation
 from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention
 from ddtree_jax.model.kimi import Kimi, Rows
 from ddtree_jax.pallas.tree_attention import tree_attention_reference
-from ddtree_jax.sampling import choose, keyed_noise, perturb
+from ddtree_jax.rejection import distribution, draw, walk_chain, walk_tree
+from ddtree_jax.sampling import (
+    bar_stops,
+    choose,
+    keyed_coins,
+    keyed_noise,
+    log_law,
+    perturbed,
+    tempered,
+)
 from ddtree_jax.state import DecodeState, Weights, emit
-from ddtree_jax.tree import Tree, build, candidates, walk
+from ddtree_jax.tree import Tree, build, candidates, chain, walk
 
 
 def autoregressive_step(weights: Weights, state: DecodeState) -> DecodeState:
     """Plain decoding: one row a request, one token a pass."""
-    return _step(weights, state, budget=0, top_k=1, block_size=1)
+    return _step(weights, state, Speculation(0, 1), 1)
 
 
-def dflash_step(weights: Weights, state: DecodeState, *, block_size: int | None = None):
-    """Verify the drafter's likeliest token of every position as a chain of block_size rows."""
+def dflash_step(
+    weights: Weights,
+    state: DecodeState,
+    *,
+    block_size: int | None = None,
+    acceptance: str = "coupled",
+) -> DecodeState:
+    """Verify one token of every position as a chain of block_size rows.
+
+    With `coupled` acceptance the drafter's likeliest tokens, with `rejection` tokens drawn from it.
+    """
     block = served_block_size(weights, block_size)
-    return _step(weights, state, budget=block - 1, top_k=1, block_size=block)
+    chain = Speculation(block - 1, 1, block, acceptance)
+    return _step(weights, state, chain, block, drawn=acceptance == "rejection")
 
 
 def ddtree_step(
@@ -43,9 +62,7 @@ def ddtree_step(
             f"top_k={speculation.top_k}: must be at most vocab_size={weights.config.vocab_size}"
         )
     block = served_block_size(weights, speculation.block_size)
-    return _step(
-        weights, state, budget=speculation.budget, top_k=speculation.top_k, block_size=block
-    )
+    return _step(weights, state, speculation, block)
 
 
 def served_block_size(weights: Weights, block_size: int | None) -> int:
@@ -60,45 +77,80 @@ def served_block_size(weights: Weights, block_size: int | None) -> int:
 
 
 def draft_and_walk(
-    weights: Weights, state: DecodeState, budget: int, top_k: int, block_size: int
+    weights: Weights,
+    state: DecodeState,
+    speculation: Speculation,
+    block_size: int,
+    drawn: bool = False,
 ) -> tuple[Tree, Rows, Int[Array, "r path"], Int[Array, " r"], Int[Array, " r"]]:
-    """Everything of a step that reads: the tree, its verified rows, and `walk`'s path over it.
+    """Everything of a step that reads: the tree, its verified rows, and the walk's path over it.
 
-    With `Speculation(budget, top_k, block_size)` this shows what `ddtree_step` will commit.
+    `drawn` asks for a chain drawn from the drafter instead of a tree of its likeliest tokens. This
+    shows what a step will commit.
     """
-    target = weights.target_module()
-    drafter = weights.drafter_module() if budget else None
-    horizon = block_size - 1
-    # Column d of the noise belongs to the token at depth d+1, position S+d+1.
+    target, law, horizon = weights.target_module(), state.law, block_size - 1
+    budget = speculation.budget
+    # Column d belongs to the token at depth d+1, position S+d+1.
     positions = state.lengths[:, None] + jnp.arange(1, block_size + 1, dtype=jnp.int32)[None]
-    vocab = weights.config.vocab_size
-    noise = keyed_noise(state.seeds, positions, vocab, state.temperature)
-    if budget:
-        logits = draft(target, drafter, state, block_size)
-        scores = perturb(logits, noise[:, :horizon], state.temperature)
-        log_q, tokens = candidates(jax.nn.log_softmax(scores.astype(jnp.float32)), top_k)
+    coupled = speculation.acceptance == "coupled"
+    noise = keyed_noise(law, positions, weights.config.vocab_size) if coupled else None
+    if budget == 0:
+        empty = jnp.zeros((state.root.shape[0], 0, 1), jnp.float32)
+        nodes = build(state.root, empty, empty.astype(jnp.int32), 0, state.active)
     else:
-        log_q = jnp.zeros((state.root.shape[0], 0, 1), jnp.float32)
-        tokens = log_q.astype(jnp.int32)
-    tree = build(state.root, log_q, tokens, budget, state.active)
-    logits, rows = verify(target, state, tree, _tap_layers(weights))
-    by_node = jnp.take_along_axis(noise, tree.depth[..., None], axis=1)
-    chosen = choose(perturb(logits, by_node, state.temperature))
-    return tree, rows, *walk(tree, chosen, horizon)
+        logits = draft(target, weights.drafter_module(), state, block_size)
+        if drawn:
+            q, nodes = _drawn_chain(state, logits, keyed_coins(law, positions[:, :horizon], 3))
+        else:
+            scores = tempered(logits, law)
+            scores = perturbed(scores, noise[:, :horizon], law) if coupled else scores
+            log_q = jax.nn.log_softmax(scores.astype(jnp.float32))
+            found = candidates(log_q, speculation.top_k)
+            nodes = build(state.root, *found, budget, state.active)
+    logits, rows = verify(target, state, nodes, _tap_layers(weights))
+    broken = jnp.isnan(logits).any(axis=-1)
+    barred = state.count[:, None] + nodes.depth < law.min_new_tokens[:, None]
+    log_p = log_law(bar_stops(logits, state.stop_ids, barred), law)
+    if coupled:
+        by_node = jnp.take_along_axis(noise, nodes.depth[..., None], axis=1)
+        chosen = choose(perturbed(log_p, by_node, law), broken)
+        return nodes, rows, *walk(nodes, chosen, horizon)
+    coins = keyed_coins(law, positions, 1), keyed_coins(law, positions, 2)
+    greedy = law.temperature <= 0
+    if drawn:
+        return nodes, rows, *walk_chain(nodes, q, log_p, broken, greedy, *coins)
+    return nodes, rows, *walk_tree(nodes, log_p, broken, greedy, *coins, horizon)
+
+
+def _drawn_chain(state: DecodeState, logits, coins) -> tuple[Float[Array, "r l v"], Tree]:
+    """A chain drawn from the drafter's own law at every position, and that law."""
+    law = state.law
+    greedy, log_q = law.temperature <= 0, log_law(logits, law)
+    q = jnp.stack([distribution(log_q[:, d], greedy) for d in range(logits.shape[1])], axis=1)
+    tokens = jnp.stack([draw(q[:, d], coins[:, d]) for d in range(logits.shape[1])], axis=1)
+    sound = ~jnp.isnan(logits).any(axis=-1)
+    drafted = jnp.cumprod(sound.astype(jnp.int32), axis=1).sum(axis=1)
+    return q, chain(state.root, tokens, drafted, state.active)
 
 
 def _step(
-    weights: Weights, state: DecodeState, *, budget: int, top_k: int, block_size: int
+    weights: Weights,
+    state: DecodeState,
+    speculation: Speculation,
+    block_size: int,
+    drawn: bool = False,
 ) -> DecodeState:
-    tree, rows, path, length, bonus = draft_and_walk(weights, state, budget, top_k, block_size)
+    nodes, rows, path, length, bonus = draft_and_walk(
+        weights, state, speculation, block_size, drawn
+    )
     drafter = weights.drafter_module() if weights.drafter is not None else None
     # Without this barrier the scatter of autoregression, whose indices need no logits, may be
     # scheduled before attention has read the cache, and XLA copies the whole pool.
     latents, taps, cache, path = lax.optimization_barrier(
         (rows.latents, rows.taps, state.cache, path)
     )
-    cache = commit(cache, drafter, state, tree, latents, taps, path, length)
-    return _advance(replace(state, cache=cache), tree, path, length, bonus)
+    cache = commit(cache, drafter, state, nodes, latents, taps, path, length)
+    return _advance(replace(state, cache=cache), nodes, path, length, bonus)
 
 
 def _tap_layers(weights: Weights) -> tuple[int, ...]:

@@ -102,6 +102,21 @@ def build(
     return _finish(root[:, None], columns, budget, active)
 
 
+def chain(
+    root: Int[Array, " r"],
+    tokens: Int[Array, "r l"],
+    drafted: Int[Array, " r"],
+    active: Bool[Array, " r"],
+) -> Tree:
+    """The first `drafted` of `tokens` in one line, whatever their scores."""
+    horizon = tokens.shape[1]
+    depth = jnp.broadcast_to(jnp.arange(1, horizon + 1, dtype=jnp.int32)[None], tokens.shape)
+    here = depth <= drafted[:, None]
+    score = jnp.where(here, 0.0, -jnp.inf)
+    columns = [tokens, depth - 1, depth, jnp.zeros_like(depth), score]
+    return _finish(root[:, None], columns, horizon, active)
+
+
 def _finish(root, columns, budget, active) -> Tree:
     """Put the root in front, clear unused nodes, derive the ancestor words."""
     requests, nodes = root.shape[0], budget + 1

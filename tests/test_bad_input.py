@@ -180,7 +180,7 @@ def test_speculation(field, value):
 
 
 def test_settings_at_their_limits():
-    assert dd.Sampling(0, 2**32 - 1).temperature == 0
+    assert dd.Sampling(0, seed=2**32 - 1).temperature == 0
     assert dd.Speculation(0, 1, 2).block_size == 2
     assert dd.Speculation().block_size is None
 

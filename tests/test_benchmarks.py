@@ -41,7 +41,7 @@ def test_cut_is_a_prefill_of_its_own(float64):
     """Whatever the place in the pool; and the pool survives the donation of a whole copy."""
     prompts = prompts_of((5, 63))
     pool = static_batch.make_pool(float64, prompts, 2, 8, CASE)
-    alone = dd.prefill(float64, prompts[1:], dd.Sampling(1.0, 1), 8)
+    alone = dd.prefill(float64, prompts[1:], dd.Sampling(1.0, seed=1), 8)
     one = static_batch.cut(pool.state, 1, 1)
     assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(alone)) == 15
     jax.tree.map(np.testing.assert_array_equal, one, alone)
@@ -59,7 +59,7 @@ def test_points_are_what_generate_gives(float64):
     pool = static_batch.make_pool(float64, prompts, 2, 8, CASE)
     methods = static_batch.make_methods(float64, METHODS, [(8, 4)])
     assert list(methods) == [("autoregressive", 0, 1), ("dflash", 7, 1), ("ddtree", 8, 4)]
-    samplings = [dd.Sampling(1.0, seed) for seed in range(2)]
+    samplings = [dd.Sampling(1.0, seed=seed) for seed in range(2)]
     for point in static_batch.measure(float64, pool, 2, methods, 1, 1, static_batch.Clock()):
         done = dd.generate(
             float64, prompts * 2, point["method"], sampling=samplings, max_new_tokens=8

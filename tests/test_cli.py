@@ -114,7 +114,7 @@ def test_streams_text_and_a_table(command, model):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streaming_equals_generate(model, temperature):
-    sampling = dd.Sampling(temperature, 9)
+    sampling = dd.Sampling(temperature, seed=9)
     for prompt in PROMPTS:
         (whole,) = dd.generate(model, prompt, sampling=sampling, max_new_tokens=24)
         done = []
@@ -129,7 +129,9 @@ def test_options_are_honoured(lines, model):
     """Each option has the effect it has in Python."""
     prompt = PROMPTS[0]
     sampled = lines(prompt, "--temperature", 1, "--seed", 4, "--method", "dflash")
-    python = dd.generate(model, prompt, "dflash", sampling=dd.Sampling(1.0, 4), max_new_tokens=24)
+    python = dd.generate(
+        model, prompt, "dflash", sampling=dd.Sampling(1.0, seed=4), max_new_tokens=24
+    )
     assert sampled[0]["tokens"] == python[0].tokens
     assert sampled[0]["tokens"] != lines(prompt, "--temperature", 1, "--seed", 5)[0]["tokens"]
     assert sampled[0]["tokens"] != lines(prompt)[0]["tokens"]

@@ -35,7 +35,7 @@ def float64(quick_compile):
 def references(model, prompts):
     """Plain decoding at every temperature."""
     return {
-        t: decode(model, prompts, "autoregressive", sampling=dd.Sampling(t, 7))
+        t: decode(model, prompts, "autoregressive", sampling=dd.Sampling(t, seed=7))
         for t in TEMPERATURES
     }
 
@@ -49,7 +49,7 @@ def check(monkeypatch, block, budget, lengths, knowing, method="ddtree"):
         drafted = model
         if knowing:
             drafted = use_knowing_drafter(monkeypatch, model, prompts, plain[t])
-        state = decode(drafted, prompts, method, speculation, dd.Sampling(t, 7))
+        state = decode(drafted, prompts, method, speculation, dd.Sampling(t, seed=7))
         assert tokens(state) == plain[t], (t, block, budget)
         deepest = max(deepest, int((state.hits.sum(axis=0) > 0).sum()))
     if knowing and budget >= 7:
@@ -87,7 +87,7 @@ def test_full_product(monkeypatch, block, lengths):
 def test_alone_or_in_any_batch(temperature):
     """A request's tokens do not depend on its neighbours, nor on its place among them."""
     model, prompts = tiny_model("float64"), prompts_of((1, 2, 63, 64, 65))
-    samplings = [dd.Sampling(temperature * (i % 2 or temperature), i) for i in range(5)]
+    samplings = [dd.Sampling(temperature * (i % 2 or temperature), seed=i) for i in range(5)]
 
     def run(order):
         batch = [prompts[i] for i in order]
@@ -101,7 +101,7 @@ def test_alone_or_in_any_batch(temperature):
 def test_committed_caches_equal_a_fresh_prefill():
     """After paths that skip rows, caches and lengths are as if the tokens had been the prompt."""
     model, prompts = tiny_model("float64"), prompts_of((5, 63))
-    state = decode(model, prompts, "ddtree", dd.Speculation(20, 8), dd.Sampling(1.0, 7))
+    state = decode(model, prompts, "ddtree", dd.Speculation(20, 8), dd.Sampling(1.0, seed=7))
     assert int(state.hits[:, 0].sum()) > 5
     compare_with_prefill(model, prompts, state)
 
@@ -192,7 +192,7 @@ def test_taps_of_the_path_reach_the_drafter(monkeypatch):
 
     jax.clear_caches()
     monkeypatch.setattr(steps, "commit", by_count)
-    state = decode(model, prompts, "ddtree", dd.Speculation(20, 8), dd.Sampling(1.0, 7))
+    state = decode(model, prompts, "ddtree", dd.Speculation(20, 8), dd.Sampling(1.0, seed=7))
     jax.clear_caches()
     monkeypatch.undo()
     with pytest.raises(AssertionError):

@@ -59,7 +59,7 @@ def gap_at_difference(model, prompt, plain, other, sampling) -> float | None:
 
 def compare(model, texts, temperature, new, settings):
     """Tokens compared and how many completions part at a near-tie; any other difference fails."""
-    samplings = [dd.Sampling(temperature, seed) for seed in range(len(texts))]
+    samplings = [dd.Sampling(temperature, seed=seed) for seed in range(len(texts))]
     plain = dd.generate(model, texts, "autoregressive", sampling=samplings, max_new_tokens=new)
     compared = ties = 0
     for method, speculation in settings:

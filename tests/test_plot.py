@@ -106,7 +106,7 @@ def test_next_tree_is_what_the_step_commits():
     model, prompts = tiny_model(), prompts_of((5, 9))
     speculation = dd.Speculation(20, 8)
     step = jax.jit(dd.ddtree_step, static_argnames="speculation")
-    state = dd.prefill(model, prompts, dd.Sampling(1.0, 7), max_new_tokens=30)
+    state = dd.prefill(model, prompts, dd.Sampling(1.0, seed=7), max_new_tokens=30)
     for _ in range(4):
         tree, paths = next_tree(model, state, speculation)
         after = step(model.weights, state, speculation=speculation)

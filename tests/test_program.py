@@ -71,7 +71,7 @@ def test_a_second_generation_compiles_nothing(compilations, method):
     dd.generate(model, first, method, TREE, max_new_tokens=200)
     before, programs = len(compilations), decode._cache_size()
     for temperature in (0.0, 0.7):
-        sampling = [dd.Sampling(temperature, 5), dd.Sampling(1.0, 2**32 - 1)]
+        sampling = [dd.Sampling(temperature, seed=5), dd.Sampling(1.0, seed=2**32 - 1)]
         done = dd.generate(model, second, method, TREE, sampling, max_new_tokens=200)
         assert [len(d.tokens) for d in done] == [200, 200]
     assert len(compilations) == before
@@ -88,7 +88,7 @@ def test_streaming_compiles_nothing(compilations, method):
     before, programs = len(compilations), decode._cache_size()
     seen += "".join(pieces)
     done = []
-    sampling = dd.Sampling(0.7, 2**32 - 1)
+    sampling = dd.Sampling(0.7, seed=2**32 - 1)
     text = "".join(dd.stream(model, "cab", method, TREE, sampling, 200, done=done))
     assert len(seen) == len(text) == len(done[0].tokens) == 200
     assert text == done[0].text
@@ -102,7 +102,7 @@ def test_a_step_is_traced_once(compilations, method):
     model = tiny_model()
     traced = chex.assert_max_traces(STEPS[method], n=1)
     step = jax.jit(traced, donate_argnums=1)
-    state = dd.prefill(model, prompts_of((5, 40)), dd.Sampling(0.7, 1), max_new_tokens=200)
+    state = dd.prefill(model, prompts_of((5, 40)), dd.Sampling(0.7, seed=1), max_new_tokens=200)
     state = step(model.weights, state)
     before = len(compilations)
     for _ in range(199):
@@ -116,7 +116,7 @@ def test_one_verify_program_for_all_temperatures():
     model, prompts = tiny_model(), prompts_of((5, 40))
     texts = set()
     for temperatures in ((0.0, 0.0), (0.7, 0.7), (0.0, 1.0)):
-        samplings = [dd.Sampling(t, 3) for t in temperatures]
+        samplings = [dd.Sampling(t, seed=3) for t in temperatures]
         state = dd.prefill(model, prompts, samplings, 30)
         step = Method("ddtree", TREE, model.weights)
         texts.add(decode.lower(model.weights, state, step, FOREVER).as_text())

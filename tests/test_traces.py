@@ -13,7 +13,7 @@ from benchmarks.traces import record, replay
 def test_replay_equals_decoding(quick_compile, temperature):
     with jax.enable_x64(True):
         model, prompts = tiny_model("float64"), prompts_of((5, 63, 2))
-        sampling = [dd.Sampling(temperature, seed) for seed in range(3)]
+        sampling = [dd.Sampling(temperature, seed=seed) for seed in range(3)]
         trace = record(model, prompts, sampling, 24, top_k=8, batch=3)
         for method, budget, top_k in (("dflash", 7, 1), ("ddtree", 8, 4), ("ddtree", 33, 8)):
             state = decode(model, prompts, method, dd.Speculation(budget, top_k), sampling)

@@ -1,0 +1,128 @@
+"""Temperature, top-k, top-p and min-p against an independent float64 implementation by sorting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ddtree_jax import Sampling
+from ddtree_jax.sampling import Law, bar_stops, choose, log_law
+
+
+def slow_law(logits, sampling) -> np.ndarray:
+    """Probabilities of one row, by the definition: sort, cut, renormalise, one filter at a time."""
+    x = np.asarray(logits, np.float64) / sampling.temperature
+    p = np.exp(x - x.max())
+    p /= p.sum()
+
+    def keep(p, kept):
+        p = np.where(kept, p, 0)
+        return p / p.sum()
+
+    order = np.sort(p)[::-1]
+    if 0 < sampling.top_k < len(p):
+        p = keep(p, p >= order[sampling.top_k - 1])
+    if sampling.top_p < 1:
+        order = np.sort(p)[::-1]
+        needed = np.searchsorted(np.cumsum(order), sampling.top_p - 1e-12)
+        p = keep(p, p >= order[min(needed, len(p) - 1)])
+    if sampling.min_p > 0:
+        p = keep(p, p >= sampling.min_p * p.max() * (1 - 1e-12))
+    return p
+
+
+def law_of(logits, samplings) -> np.ndarray:
+    x = np.asarray(jax.jit(log_law)(jnp.asarray(logits), Law.of(samplings)), np.float64)
+    p = np.exp(x - x.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+def edges_apart(logits, sampling) -> bool:
+    """Whether no cumulated mass is so close to top_p, no ratio to min_p, that rounding decides."""
+    p = np.sort(slow_law(logits, Sampling(sampling.temperature, sampling.top_k)))[::-1]
+    mass = np.abs(np.cumsum(p) - sampling.top_p).min() > 1e-5 or sampling.top_p in (0, 1)
+    return mass and (np.abs(p / p[0] - sampling.min_p).min() > 1e-5 or sampling.min_p in (0, 1))
+
+
+SETTINGS = [
+    Sampling(t, top_k=k, top_p=p, min_p=m)
+    for t in (0.3, 1.0, 2.0)
+    for k in (0, 1, 3, 40, 10_000)
+    for p in (0.0, 0.3, 0.95, 1.0)
+    for m in (0.0, 0.1, 1.0)
+]
+
+
+@pytest.mark.parametrize("kind", ("plain", "peaked", "rounded", "infinite", "negative"))
+def test_agrees_with_sorting(kind):
+    """180 settings as one batch of requests, a row of random logits each."""
+    rng = np.random.default_rng(sum(map(ord, kind)))
+    logits = rng.normal(size=(len(SETTINGS), 97)).astype(np.float32)
+    if kind == "peaked":
+        logits *= 8
+    elif kind == "rounded":  # many exact ties: their groups must be kept whole
+        logits = np.round(logits * 2) / 2
+    elif kind == "infinite":
+        logits[rng.random(logits.shape) < 0.5] = -np.inf
+    elif kind == "negative":
+        logits -= 50
+    got = law_of(logits, SETTINGS)
+    compared = 0
+    for row, p, sampling in zip(logits, got, SETTINGS, strict=True):
+        if not edges_apart(row, sampling):
+            continue
+        compared += 1
+        np.testing.assert_allclose(p, slow_law(row, sampling), rtol=0, atol=2e-6)
+    assert compared > 100
+
+
+def test_golden_rows():
+    """Cases from users' reports: a nucleus at the wrong temperature, ties, top_k 0 as greedy."""
+    cases = [
+        ([2.0, 1, 0], Sampling(2.0, top_p=0.6), [0.6225, 0.3775, 0]),
+        ([1.0, 1, 0], Sampling(1.0, top_k=1), [0.5, 0.5, 0]),
+        ([5.0, 1, 0], Sampling(1.0, top_p=0.0), [1, 0, 0]),
+        ([0.0, 0, 0], Sampling(1.0, top_k=0), [1 / 3] * 3),
+        ([0.0, -np.inf, 0], Sampling(1.0, top_p=0.999), [0.5, 0, 0.5]),
+        ([-0.0, 0.0, -1], Sampling(1.0, top_k=1), [0.5, 0.5, 0]),
+    ]
+    for logits, sampling, wanted in cases:
+        got = law_of(np.array([logits], np.float32), [sampling])[0]
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+def test_mixed_batch_equals_each_alone():
+    """Greedy rows stay greedy beside sampled ones, whatever filters the others have on."""
+    samplings = [
+        Sampling(), Sampling(0.7), Sampling(1.0), Sampling(1.0, top_k=1), Sampling(1.0, top_p=0.6),
+        Sampling(1e-6), Sampling(0.0, top_k=3, top_p=0.1),
+    ]  # fmt: skip
+    logits = np.random.default_rng(0).normal(size=(7, 2, 33)).astype(np.float32)
+    together = np.asarray(log_law(jnp.asarray(logits), Law.of(samplings)))
+    for i, sampling in enumerate(samplings):
+        alone = np.asarray(log_law(jnp.asarray(logits[i : i + 1]), Law.of([sampling])))[0]
+        np.testing.assert_array_equal(together[i], alone)
+    for i in (0, 6):
+        np.testing.assert_array_equal(together[i], logits[i])
+    chosen = choose(jnp.asarray(together), jnp.zeros((7, 2), bool))
+    np.testing.assert_array_equal(chosen[5], logits[5].argmax(-1))
+
+
+def test_ties_go_to_the_lowest_id():
+    logits = jnp.asarray([[3.0, 3, 1], [-1, 2, 2]])
+    law = log_law(logits, Law.of([Sampling(), Sampling()]))
+    assert choose(law, jnp.zeros(2, bool)).tolist() == [0, 1]
+
+
+def test_stops_are_barred_by_path():
+    logits = jnp.zeros((2, 3, 5)).at[:, :, 4].set(9.0)
+    barred = jnp.array([[True, False, True], [False, False, False]])
+    out = bar_stops(logits, jnp.array([[4, -1], [4, 2]]), barred)
+    assert choose(out, jnp.zeros((2, 3), bool)).tolist() == [[0, 4, 0], [4, 4, 4]]
+    assert (out[0, 0] == -jnp.inf).tolist() == [False] * 4 + [True]
+
+
+def test_broken_rows_choose_nothing():
+    logits = jnp.array([[1.0, jnp.nan, 0], [1, 2, 0]])
+    law = Law.of([Sampling(1.0, top_p=0.9), Sampling(1.0, top_p=0.9)])
+    assert choose(log_law(logits, law), jnp.isnan(logits).any(-1)).tolist() == [-1, 1]
