@@ -97,7 +97,8 @@ def _fused(implementation, config, layer, anchors, queries, own_keys, own_values
     def flat(a):
         return a.reshape(batch, count * block, *a.shape[2:])
 
-    same = jnp.kron(jnp.eye(count, dtype=bool), own_visibility(config, layer))
+    of = jnp.arange(count * block, dtype=jnp.int32) // block
+    same = (of[:, None] == of[None]) & jnp.tile(own_visibility(config, layer), (count, count))
     mask = jnp.concatenate(
         [
             context_visibility(config, layer, anchors, keys.shape[1]),

@@ -41,7 +41,7 @@ TARGET = KimiConfig(
 
 DRAFTER = DFlashConfig(
     hidden_size=256,
-    intermediate_size=960,
+    intermediate_size=928,
     num_hidden_layers=4,
     num_attention_heads=16,
     num_key_value_heads=8,

@@ -42,6 +42,10 @@ class Pace:
     def took(self, seconds: float) -> None:
         self._times.append(seconds)
 
+    def now(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self.started
+
     def must_stop(self, needed: float) -> bool:
         """Whether the process would outlast its deadline by working `needed` seconds more."""
         if self.stop_after is None:

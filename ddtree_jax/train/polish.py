@@ -1,14 +1,16 @@
-"""Less repetition: after training, the target learns from its own greedy texts where they loop.
+"""Less repetition: after training, the target learns from its own texts, also where they loop.
 
 Small models said greedily fall into loops. Sequence-level unlikelihood (Welleck et al. 2019,
 arXiv 1908.04319), in rounds: the current, quantised weights say texts; where a token completes an
-n-gram that its text has had before, the loss is -log(1 - p(token)); real windows go on with their
-cross entropy beside it, which keeps the repetition that real text has.
+n-gram that its text has had before, the loss is -log(1 - p(token)). Sampled texts that do not
+repeat are learnt as they are, which lowers the entropy as post-training does. Real windows go on
+beside it, with the cross entropy that keeps the repetition of real text and with the drafter.
 """
 
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +19,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.train import forward, sample, store
-from ddtree_jax.train.drafter import load_target
+from ddtree_jax.train import forward, joint, sample, store
 from ddtree_jax.train.nano import Scale
 from ddtree_jax.train.optimizer import Optimizer
-from ddtree_jax.train.target import STEM, balance, token_losses
+from ddtree_jax.train.pace import Pace
+from ddtree_jax.train.params import Flat
+from ddtree_jax.train.target import balance, token_losses
 from ddtree_jax.train.windows import Streams
 from ddtree_jax.train.windows import sample as windows
 
 # One more than an even length: cuDNN wants inputs of an even length.
-GROUP = sample.Group("polish", batch=2048, low=32, high=160, length=513, segment=513)
+GROUP = sample.Group("polish", batch=2048, low=32, high=160, length=385, segment=385)
+WARM = 0.7  # temperature of the texts that are learnt
+TEMPERATURES = (0.0, WARM, 0.0, 0.0)
+SAVE_EVERY = 4  # rounds
 
 
 @dataclass(frozen=True)
@@ -35,101 +41,117 @@ class Recipe:
         default_factory=lambda: Optimizer(peak=1e-3, warmup=20, decay_share=0.8)
     )
     group: sample.Group = GROUP
-    rounds: int = 5
-    steps: int = 140  # of a round
+    rounds: int = 12
+    steps: int = 60  # of a round
     chunk: int = 20
+    kept: int = 3  # rounds whose texts are drawn from
     real: tuple[int, int] = (16, 2048)  # windows of training text in a step
-    said: int = 64  # texts of the target in a step
-    strength: float = 1.0  # of the unlikelihood against the cross entropy
-    again: float = 0.25  # weight of an n-gram's second occurrence; from the third on it is 1
+    said: int = 80  # texts of the target in a step
+    strength: float = 3.0  # of the unlikelihood against the cross entropy
+    again: float = 0.5  # weight of an n-gram's second occurrence; from the third on it is 1
+    distil: float = 0.2  # of the cross entropy of own texts
+    joint_weight: float = 0.3  # of the drafter's block loss; 0: no drafter
+    joint_anchors: int = 32  # blocks in a real window
     code_share: float = 0.62
     loop_share: float = 0.2
     seed: int = 2
     dtype: str = "bfloat16"
     attention: str = "xla"
+    block_attention: str = "plain"
 
 
-def occurrences(tokens: Int[np.ndarray, "n t"], ngram: int = sample.NGRAM):
-    """How often the n-gram that ends at each place came before in its row, [n, t]."""
-    n, length = tokens.shape
-    grams = sample.hashes(tokens, ngram)
-    order = np.argsort(grams, axis=1, kind="stable")
-    ranked = np.take_along_axis(grams, order, axis=1)
-    place = np.broadcast_to(np.arange(ranked.shape[1]), ranked.shape)
-    fresh = np.ones_like(ranked, bool)
-    fresh[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
-    first = np.maximum.accumulate(np.where(fresh, place, 0), axis=1)
-    out = np.zeros((n, length), np.int32)
-    np.put_along_axis(out[:, ngram - 1 :], order, (place - first).astype(np.int32), axis=1)
-    return out
+class Said(NamedTuple):
+    """Texts of the target as a step takes them, with the weight of each token in the losses."""
 
-
-def looping(texts: sample.Texts, new: int = 128) -> float:
-    """Share of greedy texts whose first `new` said tokens hold an 8-gram three times."""
-    rows = np.flatnonzero(texts.greedy & (texts.prompt + new <= texts.tokens.shape[1]))
-    places = texts.prompt[rows, None] + np.arange(new)[None]
-    said = np.take_along_axis(texts.tokens[rows], places, axis=1)
-    return float((occurrences(said) >= 2).any(axis=1).mean())
+    tokens: Int[Array, "n t"]
+    penalty: Float[Array, "n t"]  # of the unlikelihood
+    learnt: Float[Array, "n t"]  # of the likelihood, 0 or 1
 
 
 def say(config: KimiConfig, recipe: Recipe, weights, streams: Streams, key) -> sample.Texts:
-    """Texts of the current weights: three in four greedy, the others at temperature 0.5."""
+    """Texts of the current weights: three in four greedy, the others at WARM."""
     group = recipe.group
     given, prompt, _, rest = sample.prompts(key, group, streams, recipe.code_share)
-    greedy = jnp.arange(group.batch, dtype=jnp.int32) % 4 > 0
-    temperature = jnp.where(greedy, 0.0, 0.5)
+    temperature = jnp.resize(jnp.array(TEMPERATURES, jnp.float32), (group.batch,))
     tokens = sample.generate(
         config, weights, group, given, prompt, temperature, rest, recipe.attention
     )
-    tokens, prompt, greedy = (np.asarray(a) for a in (tokens, prompt, greedy))
+    tokens, prompt, temperature = (np.asarray(a) for a in (tokens, prompt, temperature))
     stops = (tokens == config.eos_token_ids[0]) & (np.arange(group.length) >= prompt[:, None])
     end = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, group.length)
-    return sample.Texts(tokens.astype(np.uint16), prompt, end, greedy)
+    return sample.Texts(tokens.astype(np.uint16), prompt, end, temperature)
 
 
-def penalties(texts: sample.Texts, again: float) -> Float[np.ndarray, "n t"]:
-    """Weight of the unlikelihood at each place: only said tokens, by how often they repeat."""
-    count = occurrences(texts.tokens)
+def weigh(texts: sample.Texts, again: float) -> Said:
+    """Only said tokens count: by how often they repeat, or for texts without loops as text."""
     places = np.arange(texts.tokens.shape[1])[None]
     said = (places >= texts.prompt[:, None]) & (places < texts.end[:, None])
-    return np.where(said, np.where(count >= 2, 1.0, np.where(count == 1, again, 0.0)), 0.0)
+    count = np.where(said, sample.occurrences(texts.tokens), 0)
+    penalty = np.where(count >= 2, 1.0, np.where(count == 1, again, 0.0))
+    sound = ~texts.greedy & (count < sample.TIMES - 1).all(axis=1)
+    return Said(
+        texts.tokens, penalty.astype(np.float32), (said & sound[:, None]).astype(np.float32)
+    )
 
 
-def loss(config: KimiConfig, recipe: Recipe, masters, real, tokens, penalty):
+def renew(pool: Said | None, new: Said, kept: int) -> Said:
+    """The pool without its oldest round; its shape is that of `kept` rounds from the first on."""
+    if pool is None:
+        return Said(*(jnp.concatenate([jnp.asarray(a)] * kept) for a in new))
+    size = new.tokens.shape[0]
+    return Said(*(jnp.concatenate([old[size:], a]) for old, a in zip(pool, new, strict=True)))
+
+
+def loss(scale: Scale, recipe: Recipe, params, real, said: Said, key):
+    """`params`: masters of the target and of the drafter, the latter None without joint loss."""
+    masters, drafter = params
+    config, attention = scale.trained, recipe.attention
     weights = forward.working(masters, jnp.dtype(recipe.dtype), True)
     counts: list[jax.Array] = []
-    nats, _ = token_losses(config, weights, real.tokens, recipe.attention, counts)
+    taps = () if drafter is None else scale.drafter.target_layer_ids
+    nats, _, taps = token_losses(config, weights, real.tokens, attention, counts, taps)
     likely = jnp.where(real.kept, nats, 0).sum() / real.kept.sum()
-    nats, _ = token_losses(config, weights, tokens, recipe.attention)
-    unlikely = -jnp.log1p(-jnp.minimum(jnp.exp(-nats), 0.9999)) * penalty[:, 1:]
-    unlikely = unlikely.sum() / penalty[:, 1:].size
-    return likely + recipe.strength * unlikely, (likely, unlikely, jnp.stack(counts))
+    nats, *_ = token_losses(config, weights, said.tokens, attention)
+    penalty, learnt = said.penalty[:, 1:], said.learnt[:, 1:]
+    unlikely = -jnp.log1p(-jnp.minimum(jnp.exp(-nats), 0.9999)) * penalty
+    metrics = {
+        "likely": likely,
+        "unlikely": unlikely.sum() / penalty.size,
+        "own": (nats * learnt).sum() / jnp.maximum(learnt.sum(), 1),
+    }
+    total = likely + recipe.strength * metrics["unlikely"] + recipe.distil * metrics["own"]
+    if drafter is not None:
+        metrics["block"], metrics["accept"] = joint.loss(
+            scale.drafter, drafter, weights, taps, real, key, recipe.joint_anchors,
+            recipe.block_attention,
+        )  # fmt: skip
+        total += recipe.joint_weight * metrics["block"]
+    return total, (metrics, jnp.stack(counts))
 
 
-def train_step(config: KimiConfig, recipe: Recipe, total: int, streams, texts, state):
-    tokens, penalty = texts
-    key = jax.random.fold_in(jax.random.key(recipe.seed), state["step"])
-    where, which = jax.random.split(key)
+def train_step(scale: Scale, recipe: Recipe, streams: Streams, pool: Said, state):
+    step, total, optimizer = state["step"], recipe.rounds * recipe.steps, recipe.optimizer
+    where, which, blocks = jax.random.split(
+        jax.random.fold_in(jax.random.key(recipe.seed), step), 3
+    )
     real = windows(where, streams, *recipe.real, recipe.code_share, recipe.loop_share)
-    rows = jax.random.randint(which, (recipe.said,), 0, tokens.shape[0])
-    grad = jax.value_and_grad(partial(loss, config, recipe), has_aux=True)
-    (_, (likely, unlikely, load)), grads = grad(
-        state["params"], real, tokens[rows].astype(jnp.int32), penalty[rows]
-    )
-    params, moments, norm = recipe.optimizer.update(
-        state["params"], grads, state["moments"], state["step"], total
-    )
-    params = balance(config, params, load, 1e-4)
-    state = {"params": params, "moments": moments, "step": state["step"] + 1}
-    return state, {"likely": likely, "unlikely": unlikely, "norm": norm}
+    rows = jax.random.randint(which, (recipe.said,), 0, pool.tokens.shape[0])
+    said = Said(pool.tokens[rows].astype(jnp.int32), pool.penalty[rows], pool.learnt[rows])
+    grad = jax.value_and_grad(partial(loss, scale, recipe), has_aux=True)
+    both = state["params"], state.get("drafter")
+    (_, (metrics, load)), (grads, drafter_grads) = grad(both, real, said, blocks)
+    params, moments, norm = optimizer.update(state["params"], grads, state["moments"], step, total)
+    params = balance(scale.trained, params, load, 1e-4)
+    out = {"params": params, "moments": moments, "step": step + 1}
+    if drafter_grads is not None:
+        out |= joint.update(optimizer, state, drafter_grads, step, total)
+    return out, metrics | {"norm": norm}
 
 
 @lru_cache
-def chunk_step(config: KimiConfig, recipe: Recipe):
-    total = recipe.rounds * recipe.steps
-
-    def steps(state, streams, texts: tuple[Array, Array]):
-        body = partial(train_step, config, recipe, total, streams, texts)
+def chunk_step(scale: Scale, recipe: Recipe):
+    def steps(state, streams, pool: Said):
+        body = partial(train_step, scale, recipe, streams, pool)
         return lax.scan(lambda s, _: body(s), state, None, length=recipe.chunk)
 
     return jax.jit(steps, donate_argnums=0)
@@ -140,26 +162,63 @@ def working(recipe: Recipe):
     return jax.jit(lambda masters: forward.working(masters, jnp.dtype(recipe.dtype), True))
 
 
-def polish(scale: Scale, recipe: Recipe, streams: Streams, workdir: Path, source: Path) -> bool:
-    """Go on from the exported target in `source`; exports to `workdir` after every round."""
+def initial(scale: Scale, recipe: Recipe, params: Flat, drafter: Flat | None):
+    moments = recipe.optimizer.init(params)
+    state = {"params": params, "moments": moments, "step": jnp.int32(0)}
+    if recipe.joint_weight:
+        state |= joint.initial(recipe.optimizer, scale.drafter, recipe.seed, drafter)
+    return state
+
+
+def empty(group: sample.Group, kept: int) -> Said:
+    shape = (kept * group.batch, group.length)
+    types = (jnp.uint16, jnp.float32, jnp.float32)
+    return Said(*(jnp.zeros(shape, t) for t in types))
+
+
+def polish(
+    scale: Scale, recipe: Recipe, streams: Streams, workdir: Path, pace: Pace,
+    params: Flat, drafter: Flat | None = None,
+) -> bool:  # fmt: skip
+    """Go on from masters `params`; False if the deadline came first.
+
+    Exports and checkpoints every few rounds. The drafter goes along, a fresh one without `drafter`.
+    """
     config, log = scale.trained, store.Log(workdir / "polish_log.jsonl")
-    params = load_target(source, jnp.float32)
-    state = {
-        "params": params,
-        "moments": recipe.optimizer.init(params),
-        "step": jnp.int32(0),
-    }
-    for index in range(recipe.rounds + 1):
+    checkpoints = store.Checkpoints(workdir / "polish")
+    state, pool = initial(scale, recipe, params, drafter), None
+    found = checkpoints.restore({"state": state, "pool": empty(recipe.group, recipe.kept)})
+    if found is not None:
+        state, pool = found["state"], found["pool"]
+        log.write(resumed=int(state["step"]))
+
+    def save():
+        checkpoints.save(int(state["step"]), {"state": state, "pool": pool})
+        store.export(workdir, store.TARGET, store.published(state["params"]))
+        if "drafter" in state:
+            joint.export(workdir, state["drafter"])
+
+    done = False
+    while not done:
+        begun = pace.now()
+        index = int(state["step"]) // recipe.steps
+        done = index == recipe.rounds
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), index)
         texts = say(config, recipe, working(recipe)(state["params"]), streams, key)
-        log.write(round=index, looping=looping(texts), penalised=float(
-            (penalties(texts, recipe.again) > 0).mean()))  # fmt: skip
-        if index == recipe.rounds:
-            return True
-        data = jnp.asarray(texts.tokens), jnp.asarray(penalties(texts, recipe.again), jnp.float32)
-        for _ in range(recipe.steps // recipe.chunk):
-            state, metrics = chunk_step(config, recipe)(state, streams, data)
-            means = {name: np.asarray(value).mean() for name, value in metrics.items()}
-            log.write(repeated=True, step=int(state["step"]), **means)
-        store.export(workdir, STEM, store.published(state["params"]))
-    return True
+        log.write(round=index, seconds=pace.now(), looping={
+            f"{t}, {new}": sample.looping(texts, t, new) for t in (0.0, WARM) for new in (64, 128)
+        })  # fmt: skip
+        if not done:
+            pool = renew(pool, weigh(texts, recipe.again), recipe.kept)
+            for _ in range(recipe.steps // recipe.chunk):
+                state, metrics = chunk_step(scale, recipe)(state, streams, pool)
+                means = {name: np.asarray(value).mean() for name, value in metrics.items()}
+                log.write(repeated=True, step=int(state["step"]), **means)
+        stopped = not done and pace.must_stop(pace.now() - begun + 15)
+        if done or stopped or index % SAVE_EVERY == SAVE_EVERY - 1:
+            save()
+        if stopped:
+            break
+    checkpoints.close()
+    log.write(finished=done, step=int(state["step"]))
+    return done

@@ -10,9 +10,8 @@ from pathlib import Path
 import ml_dtypes
 
 from ddtree_jax import checkpoint
-from ddtree_jax.train import drafter, nano, target
+from ddtree_jax.train import nano, store
 from ddtree_jax.train.params import host
-from ddtree_jax.train.store import read_export
 from ddtree_jax.write_config import published_config, published_drafter_config
 
 DRAFTER = "dflash"  # folder of the drafter in the target's
@@ -20,13 +19,13 @@ DRAFTER = "dflash"  # folder of the drafter in the target's
 
 def publish(workdir: Path, folder: Path, scale: nano.Scale = nano.NANO) -> None:
     config = scale.target
-    leaves = _leaves(config, workdir, target.STEM)
+    leaves = _leaves(config, workdir, store.TARGET)
     _clear(folder)
     checkpoint.save_target(folder, config, published_config(config), leaves)
-    if not any(workdir.glob(f"{drafter.STEM}*.safetensors")):
+    if not any(workdir.glob(f"{store.DRAFTER}*.safetensors")):
         return
     config = scale.drafter
-    leaves = _leaves(config, workdir, drafter.STEM)
+    leaves = _leaves(config, workdir, store.DRAFTER)
     fields = published_drafter_config(
         config, max_position_embeddings=scale.target.max_position_embeddings
     )
@@ -35,7 +34,7 @@ def publish(workdir: Path, folder: Path, scale: nano.Scale = nano.NANO) -> None:
 
 
 def _leaves(config, workdir: Path, stem: str) -> checkpoint.Leaves:
-    tensors = host(read_export(workdir, stem))
+    tensors = host(store.read_export(workdir, stem))
     return checkpoint.leaves_from_internal(config, tensors, ml_dtypes.bfloat16)
 
 

@@ -24,6 +24,7 @@ from ddtree_jax.train.windows import Streams, sample
 
 # A greedy text loops where a run of NGRAM tokens comes for the third time within SPAN.
 NGRAM, TIMES, SPAN = 8, 3, 256
+TEMPERATURES = (0.0, 0.6, 0.0, 1.0)  # of the texts, in turn
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,11 @@ class Texts:
     tokens: np.ndarray  # [n, t] uint16
     prompt: np.ndarray  # [n]
     end: np.ndarray  # [n]
-    greedy: np.ndarray  # [n] bool
+    temperature: np.ndarray  # [n] float32, 0: greedy
+
+    @property
+    def greedy(self) -> np.ndarray:
+        return self.temperature == 0
 
     def save(self, path: Path) -> None:
         np.savez(path, **vars(self))
@@ -160,24 +165,24 @@ def generate(
 
 
 def prompts(key, group: Group, streams: Streams, code_share: float):
-    """Random training text as prompts: tokens [b, length], prompt lengths; half of them greedy."""
+    """Random training text as prompts: tokens [b, length], prompt lengths, temperatures."""
     windows, lengths, rest = jax.random.split(key, 3)
     given = sample(windows, streams, group.batch, group.length - 1, code_share, 0.0, 4).tokens
     prompt = jax.random.randint(lengths, (group.batch,), group.low, group.high + 1)
-    temperature = (jnp.arange(group.batch, dtype=jnp.int32) % 2).astype(jnp.float32)
+    temperature = jnp.resize(jnp.array(TEMPERATURES, jnp.float32), (group.batch,))
     return given, prompt, temperature, rest
 
 
-def finish(tokens, prompt, greedy, eos: int) -> Texts:
-    """Ends: past the first [EOS] said; for greedy texts, before the place where they loop."""
+def finish(tokens, prompt, temperature, eos: int) -> Texts:
+    """Ends: past the first [EOS] said; below temperature 1, before the place where they loop."""
     tokens = np.asarray(tokens)
-    prompt, greedy = np.asarray(prompt), np.asarray(greedy)
+    prompt, temperature = np.asarray(prompt), np.asarray(temperature)
     places = np.arange(tokens.shape[1])[None]
     stops = (tokens == eos) & (places >= prompt[:, None])
     end = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, tokens.shape[1])
-    rows = np.flatnonzero(greedy)
+    rows = np.flatnonzero(temperature < 1)
     end[rows] = np.minimum(end[rows], loops(tokens[rows], prompt[rows]))
-    return Texts(tokens.astype(np.uint16), prompt, np.maximum(end, prompt), greedy)
+    return Texts(tokens.astype(np.uint16), prompt, np.maximum(end, prompt), temperature)
 
 
 def hashes(tokens: np.ndarray, ngram: int) -> np.ndarray:
@@ -207,6 +212,34 @@ def loops(tokens: np.ndarray, prompt: np.ndarray) -> np.ndarray:
     return np.where(third, order[:, back:], length).min(axis=1, initial=length)
 
 
+def occurrences(tokens: np.ndarray, ngram: int = NGRAM) -> np.ndarray:
+    """How often the n-gram that ends at each place came before in its row, [n, t]."""
+    n, length = tokens.shape
+    grams = hashes(tokens, ngram)
+    order = np.argsort(grams, axis=1, kind="stable")
+    ranked = np.take_along_axis(grams, order, axis=1)
+    place = np.broadcast_to(np.arange(ranked.shape[1]), ranked.shape)
+    fresh = np.ones_like(ranked, bool)
+    fresh[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
+    first = np.maximum.accumulate(np.where(fresh, place, 0), axis=1)
+    out = np.zeros((n, length), np.int32)
+    np.put_along_axis(out[:, ngram - 1 :], order, (place - first).astype(np.int32), axis=1)
+    return out
+
+
+def looping(texts: Texts, temperature: float, new: int) -> float:
+    """Share of a temperature's texts whose first `new` said tokens hold an n-gram TIMES times.
+
+    What comes after an [EOS] counts too."""
+    said = texts.prompt + new <= texts.tokens.shape[1]
+    rows = np.flatnonzero(said & (texts.temperature == np.float32(temperature)))
+    if not len(rows):
+        return float("nan")
+    places = texts.prompt[rows, None] + np.arange(new)[None]
+    said = np.take_along_axis(texts.tokens[rows], places, axis=1)
+    return float((occurrences(said) >= TIMES - 1).any(axis=1).mean())
+
+
 def run(
     config: KimiConfig, weights, groups: list[Group], streams: Streams, workdir: Path,
     seconds: float, attention: str, code_share: float, seed: int, batches: int | None = None,
@@ -229,13 +262,15 @@ def run(
             key = jax.random.fold_in(jax.random.key(seed + 1000 * (index + 1)), len(parts))
             given, prompt, temperature, rest = prompts(key, group, streams, code_share)
             tokens = generate(config, weights, group, given, prompt, temperature, rest, attention)
-            part = finish(tokens, prompt, temperature == 0, config.eos_token_ids[0])
+            part = finish(tokens, prompt, temperature, config.eos_token_ids[0])
             parts.append(part)
             each = time.monotonic() - fresh
             said = group.length * group.batch - int(part.prompt.sum())
+            ended = part.end < group.length
             log.write(
                 group=group.name, batch=len(parts), seconds=each, tok_s=round(said / each),
-                usable=part.said, ended=float((part.end < group.length)[~part.greedy].mean()),
-                greedy_cut=float((part.end < group.length)[part.greedy].mean()),
+                usable=part.said,
+                ended={t: ended[part.temperature == np.float32(t)].mean() for t in TEMPERATURES},
+                looping={t: looping(part, t, 64) for t in TEMPERATURES},
             )  # fmt: skip
             Texts.join(parts).save(workdir / f"sample_{group.name}.npz")

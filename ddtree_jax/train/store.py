@@ -120,7 +120,7 @@ def pack_cache(workdir: Path) -> None:
         room -= size
     for old in workdir.glob("xla-*.tar"):
         old.unlink()
-    for i, paths in enumerate(bins, 1):
+    for i, paths in enumerate(filter(None, bins), 1):
         with tarfile.open(workdir / f"xla-{i:05d}.tar", "w") as tar:
             for path in paths:
                 tar.add(path, path.relative_to(workdir))

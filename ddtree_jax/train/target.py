@@ -2,7 +2,8 @@
 
 Float32 masters, bf16 work; the token streams lie on the device and a jitted call does a chunk of
 steps, so that Python is out of the way. Routed experts are trained through INT4 in the last part,
-expert load is balanced by the selection bias alone (DeepSeek-V3, section 2.1.2).
+expert load is balanced by the selection bias alone (DeepSeek-V3, section 2.1.2). The drafter is
+trained beside it (`joint`).
 """
 
 from dataclasses import dataclass, field
@@ -17,14 +18,12 @@ from jax import lax
 
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.kimi import Kimi
-from ddtree_jax.train import forward, store
+from ddtree_jax.train import forward, joint, store
 from ddtree_jax.train.nano import Scale
 from ddtree_jax.train.optimizer import Optimizer
 from ddtree_jax.train.pace import UNDECIDED, Pace, drive
 from ddtree_jax.train.params import initialise
 from ddtree_jax.train.windows import LONGEST, Streams, Windows, sample
-
-STEM = "nano_target"
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,12 @@ class Recipe:
     quantize_from: float = 0.6
     balance: float = 1e-3
     z_loss: float = 1e-4
+    joint_weight: float = 0.3  # of the drafter's block loss; 0: no drafter
+    joint_anchors: int = 32  # blocks in a window of `length`, as many more in a longer one
     seed: int = 0
     dtype: str = "bfloat16"
     attention: str = "xla"
+    block_attention: str = "plain"
 
     @property
     def tokens(self) -> int:
@@ -66,56 +68,72 @@ class Losses(NamedTuple):
     load: jax.Array  # [moe layers, experts]
 
 
-def token_losses(config: KimiConfig, weights, tokens, attention: str, counts=None):
-    """Cross entropy and log-partition of every label of `tokens` [b, t+1], both [b, t]."""
-    rows = forward.run(config, weights, tokens[:, :-1], attention, counts=counts)
+def token_losses(config: KimiConfig, weights, tokens, attention: str, counts=None, taps=()):
+    """Cross entropy and log-partition of every label of `tokens` [b, t+1], both [b, t]; taps."""
+    rows = forward.run(config, weights, tokens[:, :-1], attention, taps, counts)
     scores = forward.logits(weights, rows.hidden)
     partition = jax.nn.logsumexp(scores, axis=-1)
     labels = tokens[:, 1:].reshape(-1, 1).astype(jnp.int32)
     vocabulary = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
     picked = jnp.where(labels == vocabulary, scores, 0).sum(axis=-1)  # no scatter backwards
     shape = (tokens.shape[0], tokens.shape[1] - 1)
-    return (partition - picked).reshape(shape), partition.reshape(shape)
+    return (partition - picked).reshape(shape), partition.reshape(shape), rows.taps
 
 
-def loss(config: KimiConfig, recipe: Recipe, masters, windows: Windows, quantized):
+def loss(scale: Scale, recipe: Recipe, params, windows: Windows, quantized, key):
+    """`params`: masters of the target and of the drafter, the latter None without joint loss."""
+    masters, drafter = params
     weights = forward.working(masters, jnp.dtype(recipe.dtype), quantized)
     counts: list[jax.Array] = []
-    nats, partition = token_losses(config, weights, windows.tokens, recipe.attention, counts)
+    taps = () if drafter is None else scale.drafter.target_layer_ids
+    nats, partition, taps = token_losses(
+        scale.trained, weights, windows.tokens, recipe.attention, counts, taps
+    )
     nats = jnp.where(windows.kept, nats, 0)
     z = jnp.where(windows.kept, partition**2, 0)
     total = windows.kept.sum()
     kinds = jnp.stack([windows.code, ~windows.code]).astype(jnp.float32)  # [2, b]
     losses = Losses(kinds @ nats.sum(axis=1), kinds @ windows.kept.sum(axis=1), jnp.stack(counts))
-    return (nats.sum() + recipe.z_loss * z.sum()) / total, losses
+    value = (nats.sum() + recipe.z_loss * z.sum()) / total
+    if drafter is None:
+        return value, (losses, {"loss": value})
+    count = recipe.joint_anchors * windows.kept.shape[1] // recipe.length
+    block, accept = joint.loss(
+        scale.drafter, drafter, weights, taps, windows, key, count, recipe.block_attention
+    )
+    metrics = {"loss": value, "block": block, "accept": accept}
+    return value + recipe.joint_weight * block, (losses, metrics)
 
 
-def train_step(config: KimiConfig, recipe: Recipe, shape, streams: Streams, state):
+def train_step(scale: Scale, recipe: Recipe, shape, streams: Streams, state):
     """One step; what it sees depends on the seed and `state["step"]` alone."""
-    step, total = state["step"], state["total"]
+    step, total, optimizer = state["step"], state["total"], recipe.optimizer
     key = jax.random.fold_in(jax.random.key(recipe.seed), step)
     windows = sample(
         key, streams, *shape, recipe.code_share, recipe.loop_share, recipe.longest_repeat
     )
     quantized = step >= recipe.quantize_from * total
-    grad = jax.value_and_grad(partial(loss, config, recipe), has_aux=True)
-    (value, losses), grads = grad(state["params"], windows, quantized)
-    params, moments, norm = recipe.optimizer.update(
-        state["params"], grads, state["moments"], step, total
+    grad = jax.value_and_grad(partial(loss, scale, recipe), has_aux=True)
+    both = state["params"], state.get("drafter")
+    (_, (losses, metrics)), (grads, drafter_grads) = grad(
+        both, windows, quantized, jax.random.fold_in(key, 1)
     )
-    rate = recipe.optimizer.rate(step, total)
-    params = balance(config, params, losses.load, recipe.balance * rate / recipe.optimizer.peak)
+    params, moments, norm = optimizer.update(state["params"], grads, state["moments"], step, total)
+    rate = optimizer.rate(step, total)
+    speed = recipe.balance * rate / optimizer.peak
+    params = balance(scale.trained, params, losses.load, speed)
     load = losses.load.astype(jnp.float32)
-    metrics = {
-        "loss": value,
+    metrics |= {
         "nats": losses.nats,
         "labels": losses.labels,
         "norm": norm,
         "rate": rate,
         "imbalance": (load.max(axis=1) / load.mean(axis=1)).max(),
     }
-    state = {"params": params, "moments": moments, "step": step + 1, "total": total}
-    return state, metrics
+    out = {"params": params, "moments": moments, "step": step + 1, "total": total}
+    if drafter_grads is not None:
+        out |= joint.update(optimizer, state, drafter_grads, step, total)
+    return out, metrics
 
 
 def balance(config: KimiConfig, params, load, speed):
@@ -128,31 +146,35 @@ def balance(config: KimiConfig, params, load, speed):
 
 
 @lru_cache
-def chunk_step(config: KimiConfig, recipe: Recipe, shape: tuple[int, int]):
+def chunk_step(scale: Scale, recipe: Recipe, shape: tuple[int, int]):
     """(state, streams) -> (state, metrics [chunk]), jitted, the state donated."""
 
     def steps(state, streams):
-        body = partial(train_step, config, recipe, shape, streams)
+        body = partial(train_step, scale, recipe, shape, streams)
         return lax.scan(lambda s, _: body(s), state, None, length=recipe.chunk)
 
     return jax.jit(steps, donate_argnums=0)
 
 
-def initial(config: KimiConfig, recipe: Recipe):
-    params = initialise(Kimi, config, recipe.seed)
+def initial(scale: Scale, recipe: Recipe):
+    params = initialise(Kimi, scale.trained, recipe.seed)
     moments = recipe.optimizer.init(params)
-    return {
+    state = {
         "params": params,
         "moments": moments,
         "step": jnp.int32(0),
         "total": jnp.int32(UNDECIDED),
     }
+    if recipe.joint_weight:
+        state |= joint.initial(recipe.optimizer, scale.drafter, recipe.seed)
+    return state
 
 
 def summary(recipe: Recipe, step: int, total, took: float, metrics) -> dict:
     """Means over a chunk, for the log."""
     m = jax.device_get(metrics)
     code, prose = m["nats"].sum(0) / np.maximum(m["labels"].sum(0), 1)
+    drafter = {name: m[name].mean() for name in ("block", "accept") if name in m}
     return {
         "step": step,
         "total": total,
@@ -160,6 +182,7 @@ def summary(recipe: Recipe, step: int, total, took: float, metrics) -> dict:
         "loss": m["loss"].mean(),
         "code": code,
         "prose": prose,
+        **drafter,
         "norm": m["norm"].mean(),
         "lr": m["rate"][-1],
         "imbalance": m["imbalance"].mean(),
@@ -176,8 +199,7 @@ def train(
     """
     checkpoints = store.Checkpoints(workdir / "target")
     log = store.Log(workdir / "target_log.jsonl")
-    config = scale.trained
-    state = initial(config, recipe)
+    state = initial(scale, recipe)
     if start is not None:
         state["params"] = start
     if (found := checkpoints.restore(state)) is not None:
@@ -188,11 +210,13 @@ def train(
     def work(state, step):
         shape = recipe.shape(step, int(state["total"]))
         compiled.add(shape)
-        return chunk_step(config, recipe, shape)(state, streams)
+        return chunk_step(scale, recipe, shape)(state, streams)
 
     def save(state):
         checkpoints.save(int(state["step"]), state)
-        store.export(workdir, STEM, store.published(state["params"]))
+        store.export(workdir, store.TARGET, store.published(state["params"]))
+        if "drafter" in state:
+            joint.export(workdir, state["drafter"])
 
     def report(step, total, took, metrics):
         log.write(repeated=True, **summary(recipe, step, total, took, metrics))
@@ -211,7 +235,7 @@ def sum_of_nats(config: KimiConfig, attention: str, batch: int, length: int):
     """(weights, tokens [batch, length + 1], count) -> nats of the first `count` labels."""
 
     def nats(weights, tokens, count):
-        out, _ = token_losses(config, weights, tokens, attention)
+        out, *_ = token_losses(config, weights, tokens, attention)
         here = jnp.arange(batch * length, dtype=jnp.int32).reshape(batch, length) < count
         return jnp.where(here, out, 0).sum()
 

@@ -1,4 +1,4 @@
-"""The drafter's training pass is its inference pass at many anchors at once."""
+"""The drafter's stage: anchors in said text, training text among it, the split evaluation."""
 
 from dataclasses import replace
 
@@ -7,69 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention, merge_dflash
+from ddtree_jax.model.dflash import DFlash
 from ddtree_jax.model.kimi import Kimi
-from ddtree_jax.train import drafter, forward
+from ddtree_jax.train import drafter
 from ddtree_jax.train.nano import TINY
-from ddtree_jax.train.params import initialise, leaves
+from ddtree_jax.train.params import initialise
+from ddtree_jax.train.windows import Streams
 
 CONFIG = TINY.drafter
 LENGTH = 40
-
-
-@pytest.mark.parametrize("layer", range(CONFIG.num_hidden_layers))
-def test_visibility_against_a_loop(layer):
-    config = replace(CONFIG, sliding_window=9)
-    anchors = jnp.array([[3, 30], [0, 17]], jnp.int32)
-    got = np.asarray(drafter.context_visibility(config, layer, anchors, LENGTH))
-    sliding = config.layer_types[layer] == "sliding_attention"
-    for b in range(2):
-        for a in range(2):
-            for row in range(config.block_size):
-                query, anchor = int(anchors[b, a]) + row, int(anchors[b, a])
-                want = [key < anchor and (not sliding or query - key < 9) for key in range(LENGTH)]
-                assert got[b, a * config.block_size + row].tolist() == want
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_training_logits_equal_inference(causal):
-    config = replace(CONFIG, sliding_window=9, causal_sliding=causal)
-    scale = replace(TINY, drafter=config)
-    target = initialise(Kimi, TINY.trained, 0)
-    weights = initialise(DFlash, config, 1)
-    tokens = jax.random.randint(jax.random.key(2), (2, LENGTH), 0, 2048)
-    anchors = jnp.array([[5, 21, 38], [11, 1, 30]], jnp.int32)
-    taps = drafter.taps_of(scale, target, tokens, "xla")
-    trained = drafter.block_logits(config, weights, target, taps, tokens, anchors)
-
-    model = merge_dflash(config, leaves(weights), jnp.float32)
-    for b, a in ((0, 1), (1, 0), (0, 2)):
-        anchor = int(anchors[b, a])  # the prefix alone, as inference has it
-        known = drafter.taps_of(scale, target, tokens[b : b + 1, :anchor], "xla")[0]
-        before = jnp.arange(anchor, dtype=jnp.int32)
-        keys, values = model.context(known, before)
-        places = anchor + jnp.arange(config.block_size, dtype=jnp.int32)
-
-        def attend(q, k, v, layer, keys=keys, values=values, before=before, places=places):
-            mask = jnp.concatenate(
-                [
-                    block_visibility(config, layer, places, before, block=False),
-                    block_visibility(config, layer, places, places, block=True),
-                ],
-                axis=1,
-            )
-            both = [jnp.concatenate(p) for p in ((keys[layer], k[0]), (values[layer], v[0]))]
-            return grouped_attention(q[0], *both, mask)[None]
-
-        ids = jnp.full(config.block_size, config.mask_token_id).at[0].set(tokens[b, anchor])
-        hidden = model(target["embed_tokens/weight"][ids][None], places[None], attend)[0, 1:]
-        want = forward.logits(target, hidden)
-        np.testing.assert_allclose(trained[b, a], want, rtol=1e-4, atol=1e-4)
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def data(end):
     tokens = jnp.arange(2 * LENGTH, dtype=jnp.uint16).reshape(2, LENGTH)
-    return drafter.Data(tokens, jnp.array([10, 20]), jnp.array(end), jnp.array([True, False]))
+    return drafter.Data(tokens, jnp.array([10, 20]), jnp.array(end), jnp.array([0.0, 1.0]))
 
 
 def test_anchors_lie_in_said_text():
@@ -89,10 +41,37 @@ def test_a_text_without_room_counts_nothing():
     assert not blocks.valid.any()
 
 
-def test_accept_length_counts_leading_matches():
-    labels = jnp.array([[[1, 2, 3], [1, 2, 3]]])
-    said = jnp.array([[[1, 2, 0], [0, 2, 3]]])
-    valid = jnp.array([[[True, True, True], [True, True, False]]])
-    blocks = drafter.Blocks(jnp.zeros((1, 2), jnp.int32), labels, valid)
-    taken, whole = drafter.accepted(jax.nn.one_hot(said, 5), blocks)
-    assert taken.tolist() == [[3, 1]] and whole.tolist() == [[True, False]]
+def test_training_text_counts_from_its_second_token():
+    ids = jnp.arange(300, dtype=jnp.uint16)
+    real = drafter.real_text(jax.random.key(0), Streams(ids, ids), 6, 32, 0.5)
+    assert real.tokens.shape == (6, 32) and (jnp.diff(real.tokens, axis=1) == 1).all()
+    chosen = drafter.choose(jax.random.key(1), real, 50, 7)
+    assert chosen.anchors.min() == 1 and chosen.anchors.max() == 30
+
+
+def test_evaluation_is_split_by_temperature():
+    recipe = drafter.Recipe(rows=128, anchors=3, dtype="float32")
+    target, weights = initialise(Kimi, TINY.trained, 0), initialise(DFlash, CONFIG, 1)
+    tokens = jax.random.randint(jax.random.key(2), (4, 32), 0, 2048)
+    part = drafter.Data(
+        tokens, jnp.full(4, 5), jnp.full(4, 32), jnp.array([0.0, 0.6, 0.0, 1.0], jnp.float32)
+    )
+    out = drafter.evaluate(TINY, recipe, weights, target, {"short": part})
+    assert list(out) == ["short greedy", "short T=0.6", "short T=1.0"]
+    assert all(1 <= v < 8 for v in out.values())
+
+
+def test_real_share_zero_needs_no_streams():
+    recipe = replace(drafter.Recipe(), rows=64, anchors=2, chunk=1, real_share=0.0, dtype="float32")
+    params = initialise(DFlash, CONFIG, 1)
+    state = {
+        "params": params, "moments": recipe.optimizer.init(params),
+        "step": jnp.int32(0), "total": jnp.int32(4),
+    }  # fmt: skip
+    target = initialise(Kimi, TINY.trained, 0)
+    before = np.asarray(params["fc/weight"])
+    part = drafter.Data(
+        jnp.ones((4, 32), jnp.uint16), jnp.full(4, 5), jnp.full(4, 32), jnp.zeros(4)
+    )
+    state, metrics = drafter.chunk_step(TINY, recipe, 2)(state, target, part, None)
+    assert jnp.isfinite(metrics["loss"]).all() and (state["params"]["fc/weight"] != before).any()

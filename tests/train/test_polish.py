@@ -1,9 +1,31 @@
-"""Counting repeats, and where the unlikelihood falls."""
+"""Counting repeats, where the losses fall, and the rounds."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from ddtree_jax.train.polish import looping, occurrences, penalties
-from ddtree_jax.train.sample import Texts
+from ddtree_jax.model.dflash import DFlash
+from ddtree_jax.model.kimi import Kimi
+from ddtree_jax.train import polish, sample, store
+from ddtree_jax.train.nano import TINY
+from ddtree_jax.train.pace import Pace
+from ddtree_jax.train.params import initialise
+from ddtree_jax.train.sample import Texts, looping, occurrences
+from ddtree_jax.train.windows import Streams
+
+RECIPE = polish.Recipe(
+    rounds=2, steps=2, chunk=2, kept=2, real=(2, 200), said=2, joint_anchors=3, dtype="float32",
+    group=sample.Group("p", batch=4, low=8, high=10, length=161, segment=161),
+)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def texts(tokens, prompt, end, temperature=0.0):
+    fields = (np.array([v]) for v in (prompt, end, np.float32(temperature)))
+    return Texts(np.asarray(tokens)[None].astype(np.uint16), *fields)
 
 
 def slow_occurrences(tokens, ngram):
@@ -24,12 +46,81 @@ def test_occurrences():
         np.testing.assert_array_equal(occurrences(tokens, ngram), slow_occurrences(tokens, ngram))
 
 
-def test_penalties_fall_on_said_repeats_only():
-    loop = np.tile(np.arange(10), 5)[None]
-    texts = Texts(loop.astype(np.uint16), np.array([12]), np.array([40]), np.array([True]))
-    weight = penalties(texts, 0.25)[0]
+LOOP = np.tile(np.arange(10), 5)
+
+
+def test_weights_fall_on_said_repeats_only():
+    said = polish.weigh(texts(LOOP, 12, 40), 0.5)
+    weight = said.penalty[0]
     assert (weight[:17] == 0).all() and (weight[40:] == 0).all()
-    assert (weight[17:27] == 0.25).all() and (weight[27:40] == 1).all()
-    fresh = Texts(np.arange(50)[None].astype(np.uint16), *(np.array([v]) for v in (2, 50, True)))
-    assert looping(Texts(*(np.concatenate(p) for p in zip(
-        vars(texts).values(), vars(fresh).values(), strict=True))), new=36) == 0.5  # fmt: skip
+    assert (weight[17:27] == 0.5).all() and (weight[27:40] == 1).all()
+    assert not said.learnt.any()
+
+
+def test_sampled_texts_without_loops_are_learnt():
+    for tokens, temperature, learnt in (
+        (np.arange(50), 0.7, True), (np.arange(50), 0.0, False), (LOOP, 0.7, False)
+    ):  # fmt: skip
+        said = polish.weigh(texts(tokens, 5, 30, temperature), 0.5)
+        want = (np.arange(50) >= 5) & (np.arange(50) < 30) & learnt
+        assert (said.learnt[0] == want).all()
+        assert said.penalty.any() == (tokens is LOOP)
+
+
+def test_looping_by_temperature_and_length():
+    both = Texts.join([texts(LOOP, 12, 40), texts(np.arange(50), 2, 50), texts(LOOP, 2, 50, 1.0)])
+    assert looping(both, 0.0, 36) == 0.5
+    assert looping(both, 0.0, 20) == 0
+    assert looping(both, 1.0, 36) == 1
+    assert np.isnan(looping(both, 0.7, 36))
+
+
+def test_the_pool_keeps_the_last_rounds():
+    rounds = [polish.weigh(texts(np.full(20, i), 2, 20), 0.5) for i in range(4)]
+    pool = polish.renew(None, rounds[0], 3)
+    assert pool.tokens[:, 0].tolist() == [0, 0, 0]
+    for new in rounds[1:]:
+        pool = polish.renew(pool, new, 3)
+    assert pool.tokens[:, 0].tolist() == [1, 2, 3] and pool.tokens.dtype == jnp.uint16
+
+
+@pytest.fixture(scope="module")
+def streams():
+    ids = np.random.default_rng(0).integers(0, 2048, (2, 600)).astype(np.uint16)
+    return Streams(jnp.asarray(ids[0]), jnp.asarray(ids[1]))
+
+
+def test_loss_is_the_sum_of_its_terms():
+    params = initialise(Kimi, TINY.trained, 0), initialise(DFlash, TINY.drafter, 1)
+    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 2048)
+    real = polish.windows(
+        jax.random.key(0), Streams(*(tokens.reshape(-1),) * 2), 2, 60, 0.5, 0.0, 4
+    )
+    weight = jnp.ones((2, 33))
+    said = polish.Said(tokens, weight.at[0].set(0), weight.at[1].set(0))
+    loss = jax.jit(partial(polish.loss, TINY, RECIPE))
+    total, (m, _) = loss(params, real, said, jax.random.key(2))
+    want = m["likely"] + 3 * m["unlikely"] + 0.2 * m["own"] + 0.3 * m["block"]
+    np.testing.assert_allclose(total, want, rtol=1e-6)
+    assert 6 < m["own"] < 10 and 0 < m["unlikely"] < 0.01
+    alone, (without, _) = loss((params[0], None), real, said, jax.random.key(2))
+    assert "block" not in without
+    np.testing.assert_allclose(alone, total - 0.3 * m["block"], rtol=1e-6)
+
+
+def test_stopped_and_resumed_equals_straight(streams, tmp_path):
+    class Stopping(Pace):
+        def must_stop(self, needed):
+            return True
+
+    def run(folder, kind=Pace):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        params, drafter = initialise(Kimi, TINY.trained, 0), initialise(DFlash, TINY.drafter, 1)
+        pace = kind(seconds=0.0, started=0.0)
+        return polish.polish(TINY, RECIPE, streams, tmp_path / folder, pace, params, drafter)
+
+    assert run("straight")
+    assert not run("parts", Stopping) and not run("parts", Stopping) and run("parts")
+    for stem in (store.TARGET, store.DRAFTER):
+        straight, parts = (store.read_export(tmp_path / f, stem) for f in ("straight", "parts"))
+        assert all((straight[n] == parts[n]).all() for n in straight)

@@ -46,26 +46,26 @@ def test_loops_start_at_the_third_time():
 def test_ends():
     tokens = np.arange(3 * 40).reshape(3, 40)
     tokens[0, 5] = tokens[0, 20] = 2049  # in the prompt, then said
-    tokens[1, 12:] = 7  # a greedy loop
-    tokens[2, 12:] = 7  # the same, sampled
-    texts = sample.finish(tokens, np.array([10, 10, 10]), np.array([True, True, False]), eos=2049)
+    tokens[1, 12:] = 7  # a loop below temperature 1
+    tokens[2, 12:] = 7  # the same at 1
+    texts = sample.finish(tokens, np.array([10, 10, 10]), np.array([0.0, 0.6, 1.0]), eos=2049)
     assert texts.end.tolist() == [21, 14, 40]
     assert texts.said == 11 + 4 + 30
 
 
-def test_prompts_have_both_temperatures_and_lengths():
+def test_prompts_have_all_temperatures_and_lengths():
     ids = jnp.arange(300, dtype=jnp.uint16)
     tokens, prompt, temperature, _ = sample.prompts(
         jax.random.key(0), GROUP, Streams(ids, ids), 0.5
     )
     assert tokens.shape == (4, 24)
     assert ((prompt >= 6) & (prompt <= 10)).all()
-    assert temperature.tolist() == [0, 1, 0, 1]
+    np.testing.assert_allclose(temperature, [0, 0.6, 0, 1])
 
 
 def test_texts_on_disk(tmp_path):
     texts = sample.Texts(
-        np.zeros((2, 3), np.uint16), np.array([1, 2]), np.array([3, 3]), np.array([True, False])
+        np.zeros((2, 3), np.uint16), np.array([1, 2]), np.array([3, 3]), np.array([0.0, 0.6])
     )
     texts.save(tmp_path / "t.npz")
     both = sample.Texts.join([texts, sample.Texts.load(tmp_path / "t.npz")])

@@ -21,7 +21,7 @@ from ddtree_jax.train.windows import Streams
 CONFIG = TINY.trained
 RECIPE = target.Recipe(
     optimizer=Optimizer(warmup=2), batch=2, length=32, long_length=64, chunk=2, longest_repeat=6,
-    long_share=0.0, dtype="float32",
+    long_share=0.0, joint_anchors=3, dtype="float32",
 )  # fmt: skip
 
 
@@ -159,8 +159,9 @@ def test_stopped_and_resumed_equals_straight(streams, tmp_path):
     stopping = Stopping(seconds=1e9, started=0.0, steps=10)
     assert not target.train(TINY, RECIPE, streams, tmp_path / "parts", stopping)
     assert target.train(TINY, RECIPE, streams, tmp_path / "parts", pace())
-    straight, parts = (store.read_export(tmp_path / f, target.STEM) for f in ("straight", "parts"))
-    assert all((straight[n] == parts[n]).all() for n in straight)
+    for stem in (store.TARGET, store.DRAFTER):
+        straight, parts = (store.read_export(tmp_path / f, stem) for f in ("straight", "parts"))
+        assert all((straight[n] == parts[n]).all() for n in straight)
 
 
 def test_a_bad_gradient_changes_nothing(masters):
