@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ddtree_jax._version import __version__
-from ddtree_jax.config import Sampling, Speculation
+from ddtree_jax.config import ACCEPTANCE, Sampling, Speculation
 from ddtree_jax.generate import METHODS, Completion, generate, stream
 from ddtree_jax.loading import Model, load
 from ddtree_jax.prefill import check_request
@@ -59,6 +59,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--sample-top-k", type=int, default=0, metavar="K", help="sample from the K likeliest (all)"
+    )
+    command.add_argument("--top-p", type=float, default=1.0, help="nucleus to sample from (1)")
+    command.add_argument("--min-p", type=float, default=0.0, help="of the likeliest's (0)")
+    command.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before it; repeatable",
+    )
+    command.add_argument("--min-new-tokens", type=int, default=0)
+    command.add_argument(
+        "--acceptance", choices=ACCEPTANCE, default="coupled", help="rule for drafts (coupled)"
+    )
     command.add_argument("--max-new-tokens", type=int, default=128)
     _model_options(command)
     command.add_argument(
@@ -79,8 +95,16 @@ def _model_options(command) -> None:
 
 
 def _generate(options) -> int:
-    speculation = Speculation(options.budget, options.top_k, options.block_size)
-    sampling = Sampling(options.temperature, seed=options.seed)
+    speculation = Speculation(options.budget, options.top_k, options.block_size, options.acceptance)
+    sampling = Sampling(
+        options.temperature,
+        options.sample_top_k,
+        options.top_p,
+        options.min_p,
+        options.seed,
+        stop=options.stop,
+        min_new_tokens=options.min_new_tokens,
+    )
     model = load(options.model, dtype=options.dtype)
     settings = (options.method, speculation, sampling, options.max_new_tokens)
     check_request(model, options.prompts, sampling, options.max_new_tokens)  # before any output

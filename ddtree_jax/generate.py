@@ -15,6 +15,7 @@ from ddtree_jax.loading import Model
 from ddtree_jax.prefill import Prompt, check_request, prefill
 from ddtree_jax.state import REASONS, DecodeState, Weights
 from ddtree_jax.step import autoregressive_step, ddtree_step, dflash_step, served_block_size
+from ddtree_jax.stops import EVERY, end_requests, find, held_back, visible
 from ddtree_jax.tokenizer import StreamDecoder
 
 METHODS = ("ddtree", "dflash", "autoregressive")
@@ -25,9 +26,11 @@ class Completion:
     """What one prompt became. Counts leave out the token that prefill sampled.
 
     `accept_length` is tokens committed per verify pass, the bonus counted; `accept_by_depth[d]` the
-    share of passes that committed a drafted token at depth d+1. `tokens` holds a final stop id,
-    `text` does not. `seconds` is the decode time of the whole batch, prefill and compilation left
-    out.
+    share of passes that committed a drafted token at depth d+1, `accept_by_rank[k]` the share of
+    accepted drafts that were their parent's (k+1)th candidate, `drafted_nodes` the tree nodes
+    verified in all passes, those of a cut overrun included. `tokens` holds a final stop id, `text`
+    does not; a stop string is cut from the text and ends the tokens. `seconds` is the decode time
+    of the whole batch, prefill and compilation left out.
     """
 
     text: str | None
@@ -37,6 +40,8 @@ class Completion:
     verify_passes: int
     accept_length: float
     accept_by_depth: list[float]
+    accept_by_rank: list[float]
+    drafted_nodes: int
     seconds: float
 
     @property
@@ -59,14 +64,24 @@ def generate(
     Completion a prompt, in order. Raises ValueError for input that cannot be honoured.
     """
     step = Method(method, speculation, model.weights)
-    state = prefill(model, prompts, sampling, max_new_tokens)
-    given = np.asarray(state.lengths)
+    ids, samplings = check_request(model, prompts, sampling, max_new_tokens)
+    state = prefill(model, ids, samplings, max_new_tokens)
     state, _ = decode(model.weights, state, step, 0)  # compiles, runs no pass
     jax.block_until_ready(state)
     start = time.perf_counter()
-    state, _ = jax.block_until_ready(decode(model.weights, state, step, _FOREVER))
+    strings, running = any(s.stop for s in samplings), True
+    while running:
+        some = EVERY if strings else _FOREVER
+        state, running = jax.block_until_ready(decode(model.weights, state, step, some))
+        if strings:
+            state = end_requests(model.tokenizer, state, samplings, model.stop_ids)
+            running = bool(running) and bool(np.asarray(state.active).any())
+        running = bool(running)
     seconds = time.perf_counter() - start
-    return [completion(model, state, r, int(n), seconds, step) for r, n in enumerate(given)]
+    return [
+        completion(model, state, r, samplings[r], len(ids[r]), seconds, step)
+        for r in range(len(ids))
+    ]
 
 
 def stream(
@@ -94,22 +109,34 @@ def _stream(model, prompt, step, sampling, max_new_tokens, done) -> Iterator[str
     state = prefill(model, [prompt], sampling, max_new_tokens)
     given = int(state.lengths[0])
     state, running = decode(model.weights, state, step, 0)
-    decoder, shown, seconds = StreamDecoder(model.tokenizer), 0, 0.0
+    decoder, shown, waiting, seconds = StreamDecoder(model.tokenizer), 0, "", 0.0
     while True:
-        count = int(state.count[0])
-        fresh = np.asarray(state.tokens)[0, shown:count].tolist()  # sliced here: compiles nothing
-        shown = count
-        if text := decoder.push(t for t in fresh if t not in model.stop_ids):
-            yield text
-        if not bool(running):
+        if sampling.stop:
+            state = end_requests(model.tokenizer, state, [sampling], model.stop_ids)
+        # Sliced on the host: compiles nothing.
+        said = np.asarray(state.tokens)[0, : int(state.count[0])].tolist()
+        said = visible(said, model.stop_ids, sampling)
+        waiting += decoder.push(said[shown:])
+        shown = len(said)
+        if not bool(state.active[0]):
             break
+        ready = len(waiting) - held_back(waiting, sampling.stop)
+        if ready:
+            yield waiting[:ready]
+        waiting = waiting[ready:]
         start = time.perf_counter()
         state, running = jax.block_until_ready(decode(model.weights, state, step, 1))
         seconds += time.perf_counter() - start
-    if text := decoder.finish():
-        yield text
+    last = completion(model, state, 0, sampling, given, seconds, step)
+    waiting += decoder.finish()
+    cut = find(model.tokenizer, said, sampling)
+    if cut is not None:  # what is waiting ends with the string: drop it
+        over = len(model.tokenizer.decode(said)) - len(last.text)
+        waiting = waiting[: len(waiting) - over]
+    if waiting:
+        yield waiting
     if done is not None:
-        done.append(completion(model, state, 0, given, seconds, step))
+        done.append(last)
 
 
 class Method:
@@ -169,24 +196,40 @@ def decode(weights: Weights, state: DecodeState, step: Method, passes):
 
 
 def completion(
-    model: Model, state: DecodeState, request: int, prompt_tokens: int, seconds: float, step: Method
+    model: Model,
+    state: DecodeState,
+    request: int,
+    sampling: Sampling,
+    prompt_tokens: int,
+    seconds: float,
+    step: Method,
 ) -> Completion:
     """Read one request's result off the state."""
     # Sliced as NumPy arrays: a slice on the device would be a program of its own for each count.
-    count, passes, reason = (
-        int(np.asarray(field)[request]) for field in (state.count, state.passes, state.reason)
-    )
-    tokens = np.asarray(state.tokens)[request, :count].tolist()
-    hits = np.asarray(state.hits)[request, : step.horizon] if step.budget else []
-    shown = [t for t in tokens if t not in model.stop_ids]
+    columns = (state.count, state.reason, state.nodes, state.tokens, state.depth, state.rank)
+    count, reason, nodes, tokens, depth, rank = (np.asarray(c)[request] for c in columns)
+    tokens, depth, rank = tokens[:count].tolist(), depth[1:count], rank[1:count]
+    passes = int((depth == 0).sum() + (len(depth) > 0 and depth[-1] > 0))
+    drafted, ranks = rank[rank >= 0], step.speculation.top_k if step.speculation else 0
+    text, shown = None, visible(tokens, model.stop_ids, sampling)
+    if model.tokenizer is not None:
+        cut = find(model.tokenizer, shown, sampling)
+        said = model.tokenizer.decode_bytes(shown)
+        text = said[: None if cut is None else cut.size].decode("utf-8", "replace")
     return Completion(
-        text=None if model.tokenizer is None else model.tokenizer.decode(shown),
+        text=text,
         tokens=tokens,
         prompt_tokens=prompt_tokens,
-        finish_reason=REASONS[reason] or "running",
+        finish_reason=REASONS[int(reason)] or "running",
         verify_passes=passes,
-        accept_length=(count - 1) / passes if passes else 1.0,
-        accept_by_depth=[int(h) / passes if passes else 0.0 for h in hits],
+        accept_length=len(depth) / passes if passes else 1.0,
+        accept_by_depth=[
+            int((depth == d).sum()) / passes if passes else 0.0 for d in range(1, step.horizon + 1)
+        ],
+        accept_by_rank=[
+            int((drafted == r).sum()) / len(drafted) if len(drafted) else 0.0 for r in range(ranks)
+        ],
+        drafted_nodes=int(nodes),
         seconds=seconds,
     )
 

@@ -36,20 +36,21 @@ def prefill(
     requests = len(ids)
     stops = [model.stop_ids + s.stop_ids for s in samplings]
     widest = max(1, *map(len, stops))
-    horizon = 1 if weights.drafter_config is None else weights.drafter_config.horizon
+    capacity = _power_of_two(max_new_tokens)
     state = DecodeState(
         cache=empty_cache(config, weights.drafter_config, requests * pages, weights.dtype),
         block_tables=identity_tables(requests, pages),
         lengths=jnp.zeros(requests, jnp.int32),
         root=jnp.zeros(requests, jnp.int32),
-        tokens=jnp.zeros((requests, _power_of_two(max_new_tokens)), jnp.int32),
+        tokens=jnp.zeros((requests, capacity), jnp.int32),
         count=jnp.zeros(requests, jnp.int32),
         limit=jnp.full(requests, max_new_tokens, jnp.int32),
         stop_ids=jnp.asarray([s + (-1,) * (widest - len(s)) for s in stops], jnp.int32),
         law=Law.of(samplings),
         reason=jnp.zeros(requests, jnp.int32),
-        passes=jnp.zeros(requests, jnp.int32),
-        hits=jnp.zeros((requests, horizon), jnp.int32),
+        depth=jnp.zeros((requests, capacity), jnp.int32),
+        rank=jnp.full((requests, capacity), -1, jnp.int32),
+        nodes=jnp.zeros(requests, jnp.int32),
     )
     for request, tokens in enumerate(ids):
         padded = np.zeros(max(64, _power_of_two(len(tokens))), np.int32)
@@ -99,7 +100,8 @@ def prefill_request(weights: Weights, state: DecodeState, request, tokens, lengt
         lengths=jnp.where(own, length, state.lengths),
         root=jnp.where(own & ~failed, first, state.root),
     )
-    return emit(state, state.root[:, None], (own & ~failed).astype(jnp.int32), failed)[0]
+    token, zero = state.root[:, None], jnp.zeros_like(state.root[:, None])
+    return emit(state, token, (own & ~failed).astype(jnp.int32), failed, zero, zero - 1)
 
 
 def check_request(
@@ -131,8 +133,32 @@ def check_request(
                 f"prompts[{index}] of {len(tokens)} tokens with max_new_tokens={max_new_tokens}: "
                 f"together at most max_position_embeddings={config.max_position_embeddings}"
             )
+        _check_stops(model, samplings[index], max_new_tokens)
         ids.append(tokens)
     return ids, samplings
+
+
+def _check_stops(model: Model, sampling: Sampling, max_new_tokens: int) -> None:
+    config, stops = model.config, {*model.stop_ids, *sampling.stop_ids}
+    for token in sampling.stop_ids:
+        if token >= config.vocab_size:
+            raise ValueError(f"stop_ids={token}: must be below vocab_size={config.vocab_size}")
+    least = sampling.min_new_tokens
+    if least > max_new_tokens:
+        raise ValueError(f"min_new_tokens={least}: must be at most max_new_tokens={max_new_tokens}")
+    if least and len(stops) >= config.vocab_size:
+        raise ValueError(
+            f"min_new_tokens={least} bars all {config.vocab_size} tokens: each is a stop id"
+        )
+    for text in sampling.stop:
+        if model.tokenizer is None:
+            raise ValueError(f"stop={text!r}: this model has no tokenizer, use stop_ids")
+        size = len(model.tokenizer.encode(text))
+        if size > config.max_position_embeddings:
+            raise ValueError(
+                f"stop of {size} tokens: must be at most max_position_embeddings="
+                f"{config.max_position_embeddings}"
+            )
 
 
 def _as_list(prompts) -> list:

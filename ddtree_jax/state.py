@@ -60,8 +60,9 @@ class DecodeState:
     stop_ids: Int[Array, "r stops"]  # -1 pads
     law: Law
     reason: Int[Array, " r"]  # RUNNING, or why the request ended
-    passes: Int[Array, " r"]  # verify passes the request took part in
-    hits: Int[Array, "r depth"]  # passes that committed a drafted token at depth 1, 2, ...
+    depth: Int[Array, "r capacity"]  # of every token in its pass's tree; 0: a bonus, or prefill's
+    rank: Int[Array, "r capacity"]  # among its siblings; -1: not drafted
+    nodes: Int[Array, " r"]  # drafted nodes verified, over all passes
 
     @property
     def active(self) -> Bool[Array, " r"]:
@@ -70,6 +71,21 @@ class DecodeState:
     @property
     def finished(self) -> Bool[Array, " r"]:
         return self.reason != RUNNING
+
+    @property
+    def passes(self) -> Int[Array, " r"]:
+        """Verify passes that committed something: each ends with a bonus, or is cut."""
+        place = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+        said = (place > 0) & (place < self.count[:, None])
+        last = place == self.count[:, None] - 1
+        return (said & ((self.depth == 0) | last)).sum(axis=1)
+
+    def hits(self, horizon: int) -> Int[Array, "r horizon"]:
+        """Passes that committed a drafted token at depth 1, 2, ... horizon."""
+        place = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+        said = place < self.count[:, None]
+        depths = jnp.arange(1, horizon + 1, dtype=jnp.int32)
+        return (said[..., None] & (self.depth[..., None] == depths[None, None])).sum(axis=1)
 
     @property
     def error(self) -> Bool[Array, " r"]:
@@ -82,12 +98,14 @@ def emit(
     tokens: Int[Array, "r e"],
     count: Int[Array, " r"],
     failed: Bool[Array, " r"],
-) -> tuple[DecodeState, Int[Array, " r"]]:
+    depth: Int[Array, "r e"],
+    rank: Int[Array, "r e"],
+) -> DecodeState:
     """Append the first `count` of `tokens` to each request, and end it where they say so.
 
     Cut after the first stop id and at `limit`, whichever comes first in token order; a stop id
     that is the last allowed token ends with "stop". `failed` requests end with "error" after the
-    tokens given, unless these end them first. Returns the state and how many tokens were kept.
+    tokens given, unless these end them first. `depth` and `rank` are noted beside each token kept.
     """
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     given = jnp.where(state.active, count, 0)
@@ -101,8 +119,15 @@ def emit(
     reason = jnp.where(state.active & (first_stop <= jnp.minimum(given, room)), STOP, reason)
     column = jnp.where(offset < kept[:, None], state.count[:, None] + offset, state.tokens.shape[1])
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-    written = state.tokens.at[rows, column].set(tokens, mode="drop")
-    state = replace(
-        state, tokens=written, count=state.count + kept, reason=reason.astype(jnp.int32)
+
+    def write(field, values):
+        return field.at[rows, column].set(values, mode="drop")
+
+    return replace(
+        state,
+        tokens=write(state.tokens, tokens),
+        depth=write(state.depth, depth),
+        rank=write(state.rank, rank),
+        count=state.count + kept,
+        reason=reason.astype(jnp.int32),
     )
-    return state, kept

@@ -259,21 +259,30 @@ def commit(
 
 
 def _advance(state: DecodeState, tree: Tree, path, length, bonus) -> DecodeState:
-    """Emit the path's drafted tokens and the bonus, count, and make the bonus the next root."""
-    drafted = jnp.take_along_axis(tree.tokens, path, axis=1)[:, 1:]
+    """Emit the path's drafted tokens and the bonus, and make the bonus the next root."""
+    offset = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     accepted = jnp.maximum(length - 1, 0)
     failed = bonus < 0
-    offset = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-    run = jnp.concatenate([drafted, bonus[:, None]], axis=1)
-    run = jnp.where(offset == accepted[:, None], bonus[:, None], run)
-    active = state.active
-    state, kept = emit(state, run, accepted + jnp.where(failed, 0, 1), failed)
-    depths = jnp.arange(state.hits.shape[1], dtype=jnp.int32)[None]
-    hit = depths < jnp.minimum(accepted, kept)[:, None]
+    drafted = offset < accepted[:, None]
+
+    def run(field, last):
+        values = jnp.take_along_axis(field, path, axis=1)[:, 1:]
+        values = jnp.concatenate([values, last[:, None]], axis=1)
+        return jnp.where(drafted, values, last[:, None])
+
+    zero = jnp.zeros_like(bonus)
+    active, tokens = state.active, run(tree.tokens, bonus)
+    state = emit(
+        state,
+        tokens,
+        accepted + jnp.where(failed, 0, 1),
+        failed,
+        run(tree.depth, zero),
+        run(tree.rank, zero - 1),
+    )
     return replace(
         state,
         lengths=state.lengths + length,
         root=jnp.where(active & ~failed, bonus, state.root),
-        passes=state.passes + active,
-        hits=state.hits + hit,
+        nodes=state.nodes + jnp.maximum(tree.size - 1, 0),
     )

@@ -50,7 +50,7 @@ def check(monkeypatch, block, budget, lengths, knowing, method="ddtree"):
             drafted = use_knowing_drafter(monkeypatch, model, prompts, plain[t])
         state = decode(drafted, prompts, method, speculation, dd.Sampling(t, seed=7))
         assert tokens(state) == plain[t], (t, block, budget)
-        deepest = max(deepest, int((state.hits.sum(axis=0) > 0).sum()))
+        deepest = max(deepest, int((state.hits(block).sum(axis=0) > 0).sum()))
     if knowing and budget >= 7:
         assert deepest >= min(block - 1, 2)
 
@@ -102,7 +102,7 @@ def test_committed_caches_equal_a_fresh_prefill():
     """After paths that skip rows, caches and lengths are as if the tokens had been the prompt."""
     model, prompts = tiny_model("float64"), prompts_of((5, 63))
     state = decode(model, prompts, "ddtree", dd.Speculation(20, 8), dd.Sampling(1.0, seed=7))
-    assert int(state.hits[:, 0].sum()) > 5
+    assert int(state.hits(1).sum()) > 5
     compare_with_prefill(model, prompts, state)
 
 

@@ -1,0 +1,126 @@
+"""Stop ids, stop strings, limits: the first cause in token order; metrics as if it ended there."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checkpoint import write_checkpoint
+from tiny import tiny_model
+
+import ddtree_jax as dd
+from ddtree_jax.stops import find, held_back
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+METHODS = ("autoregressive", "dflash", "ddtree")
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return dd.load(write_checkpoint(tmp_path_factory.mktemp("stops") / "model"))
+
+
+def whole(model, method="autoregressive", **sampling):
+    return dd.generate(model, "ab", method, sampling=dd.Sampling(**sampling), max_new_tokens=32)[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stop_ids_cut_an_accepted_run(method):
+    model = tiny_model()
+    plain = dd.generate(model, [PROMPT], "autoregressive", max_new_tokens=24)[0].tokens
+    for at in (0, 5, 11):
+        stop = plain[at]
+        first = plain.index(stop)
+        sampling = dd.Sampling(stop_ids=[stop])
+        done = dd.generate(model, [PROMPT], method, sampling=sampling, max_new_tokens=24)[0]
+        assert done.tokens == plain[: first + 1] and done.finish_reason == "stop"
+        # A stop id that is the last allowed token is a stop.
+        limit = dd.generate(model, [PROMPT], method, sampling=sampling, max_new_tokens=first + 1)[0]
+        assert limit.tokens == done.tokens and limit.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_min_new_tokens_sees_the_path_of_each_node(method):
+    """No stop id among the first tokens; every method bars it at the same places."""
+    model = tiny_model()
+    plain = dd.generate(model, [PROMPT], "autoregressive", max_new_tokens=24)[0].tokens
+    sampling = dd.Sampling(stop_ids=[plain[3], plain[6]], min_new_tokens=9)
+    wanted = dd.generate(model, [PROMPT], "autoregressive", sampling=sampling, max_new_tokens=24)
+    done = dd.generate(model, [PROMPT], method, sampling=sampling, max_new_tokens=24)
+    assert done[0].tokens == wanted[0].tokens
+    assert not set(done[0].tokens[:9]) & {plain[3], plain[6]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_max_new_tokens_is_exact(method):
+    for limit in (1, 2, 7, 13):
+        done = dd.generate(tiny_model(), [PROMPT], method, max_new_tokens=limit)[0]
+        assert len(done.tokens) == limit and done.finish_reason == "length"
+
+
+def test_stop_strings(model):
+    """The text ends before the string, tokens with it; streaming says the same."""
+    plain = whole(model)
+    for start, size in ((4, 1), (9, 2), (15, 5)):
+        stop = plain.text[start : start + size]
+        if not stop.strip("\ufffd"):
+            continue
+        for method in METHODS:
+            done = whole(model, method, stop=[stop, "never said"])
+            assert done.text == plain.text[: plain.text.index(stop)]
+            assert done.finish_reason == "stop" and len(done.tokens) <= len(plain.tokens)
+            assert done.tokens == plain.tokens[: len(done.tokens)]
+            box: list = []
+            pieces = dd.stream(
+                model, "ab", method, sampling=dd.Sampling(stop=[stop]), max_new_tokens=32, done=box
+            )
+            assert "".join(pieces) == done.text and box[0].tokens == done.tokens
+            same = {"seconds": 0, "drafted_nodes": 0}
+            assert replace(box[0], **same) == replace(done, **same)
+
+
+def test_metrics_are_exact_after_a_cut(model):
+    """Passes and depths are those of the tokens kept, whatever ran on behind them."""
+    plain = whole(model, "ddtree")
+    kept = len(plain.tokens) // 2
+    cut = dd.generate(model, "ab", "ddtree", max_new_tokens=kept)[0]
+    stop = model.tokenizer.decode(plain.tokens)
+    text = model.tokenizer.decode(plain.tokens[:kept])
+    tail = next(text[-n:] for n in range(1, 12) if stop.index(text[-n:]) + n == len(text))
+    done = whole(model, "ddtree", stop=[tail])
+    if done.tokens == cut.tokens:
+        assert done.verify_passes == cut.verify_passes
+        assert done.accept_by_depth == cut.accept_by_depth
+
+
+def test_find_takes_the_string_that_ends_first(model):
+    tokens = model.tokenizer.encode("ab cd ef ab cd")
+    cut = find(model.tokenizer, tokens, dd.Sampling(stop=["cd ef", "d e", "ab cd ef"]))
+    assert cut.size == len("ab c")
+    late = find(model.tokenizer, tokens, dd.Sampling(stop=["cd"], min_new_tokens=8))
+    assert late is None or late.size == len("ab cd ef ab ")
+    assert find(model.tokenizer, tokens, dd.Sampling()) is None
+
+
+def test_held_back():
+    assert held_back("abc", ("cde",)) == 1 and held_back("abcd", ("cde",)) == 2
+    assert held_back("abc", ("xyz",)) == 0 and held_back("aaa", ("aab",)) == 2
+
+
+def test_metrics_by_rank():
+    done = dd.generate(
+        tiny_model(), [PROMPT], "ddtree", dd.Speculation(20, 4), dd.Sampling(1.0), 40
+    )[0]
+    assert len(done.accept_by_rank) == 4 and np.isclose(sum(done.accept_by_rank), 1)
+    assert done.drafted_nodes >= done.verify_passes
+    accepted = len(done.tokens) - 1 - done.verify_passes
+    assert np.isclose(sum(done.accept_by_depth) * done.verify_passes, accepted, atol=1)
+
+
+@pytest.mark.parametrize("acceptance", ("coupled", "rejection"))
+@pytest.mark.parametrize("method", ("dflash", "ddtree"))
+def test_rejection_is_greedy_at_temperature_zero(method, acceptance):
+    model = tiny_model()
+    plain = dd.generate(model, [PROMPT], "autoregressive", max_new_tokens=24)[0].tokens
+    speculation = dd.Speculation(8, 4, acceptance=acceptance)
+    assert dd.generate(model, [PROMPT], method, speculation, max_new_tokens=24)[0].tokens == plain
