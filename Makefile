@@ -20,8 +20,9 @@ venv: $(STAMP)
 $(VENV): $(STAMP)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@if ! test -x $(RUN); then \
+	@if ! $(RUN) -c 'import pip, sys; assert sys.version_info >= (3, 12)' 2>/dev/null; then \
 	  python=$$(scripts/find_python.sh) && \
+	  { ! test -e $(VENV)/pyvenv.cfg || rm -rf $(VENV); } && \
 	  echo "creating $(VENV) with $$python" && "$$python" -m venv $(VENV); \
 	fi
 	@echo 'installing into $(VENV) (a few minutes the first time)'

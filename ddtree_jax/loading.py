@@ -60,10 +60,12 @@ def load(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: must be float32 or bfloat16")
-    folder = BUNDLED / str(path) if (BUNDLED / str(path)).is_dir() else Path(path)
+    names = sorted(p.name for p in BUNDLED.iterdir() if p.is_dir())
+    folder = BUNDLED / str(path) if str(path) in names else Path(path)
     if not folder.is_dir():
-        names = ", ".join(sorted(p.name for p in BUNDLED.iterdir() if p.is_dir()))
-        raise FileNotFoundError(f"no model {str(path)!r}: neither a folder nor bundled ({names})")
+        raise FileNotFoundError(
+            f"no model {str(path)!r}: neither a folder nor bundled ({', '.join(names)})"
+        )
     config, target = load_target(folder, dtype)
     drafter_config, leaves = None, None
     if drafter is not None or (folder / "dflash").is_dir():

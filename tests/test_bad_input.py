@@ -164,7 +164,40 @@ def test_temperature(value):
 
 @pytest.mark.parametrize("value", [-1, 2**32, 1.0, "3", None, True])
 def test_seed(value):
-    refused(f"seed={value!r}: must be an integer from 0", dd.Sampling, 0.5, value)
+    refused(f"seed={value!r}: must be an integer from 0", dd.Sampling, seed=value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("top_k", value) for value in (-1, 2.0, "3", None, True)),
+        *(("min_new_tokens", value) for value in (-1, 2.0, None)),
+        *(("top_p", value) for value in (-0.1, 1.1, math.nan, "1", None)),
+        *(("min_p", value) for value in (-0.1, 1.1, math.nan)),
+        ("repetition_penalty", 1.2),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", 0.5),
+        ("logit_bias", {1: 2.0}),
+        ("grammar", "root ::= x"),
+        ("logprobs", 5),
+        ("stop", "text"),
+        ("stop_ids", 7),
+    ],
+)
+def test_sampling_fields(field, value):
+    refused(f"{field}={value!r}", dd.Sampling, **{field: value})
+
+
+def test_stops_that_cannot_be_honoured():
+    model, run = tiny_model(), dd.generate
+    for sampling, said in (
+        (dd.Sampling(stop_ids=[12]), "stop_ids=12: must be below vocab_size=12"),
+        (dd.Sampling(stop=["x"]), "stop='x': this model has no tokenizer"),
+        (dd.Sampling(min_new_tokens=9), "min_new_tokens=9: must be at most max_new_tokens=8"),
+        (dd.Sampling(stop_ids=list(range(12)), min_new_tokens=1), "bars all 12 tokens"),
+    ):
+        refused(said, run, model, [1, 2], sampling=sampling, max_new_tokens=8)
+    refused("acceptance='greedy'", dd.Speculation, acceptance="greedy")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ def test_cut_is_a_prefill_of_its_own(float64):
     pool = static_batch.make_pool(float64, prompts, 2, 8, CASE)
     alone = dd.prefill(float64, prompts[1:], dd.Sampling(1.0, seed=1), 8)
     one = static_batch.cut(pool.state, 1, 1)
-    assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(alone)) == 15
     jax.tree.map(np.testing.assert_array_equal, one, alone)
     method = static_batch.Method("ddtree", dd.Speculation(), float64.weights)
     static_batch.decode(

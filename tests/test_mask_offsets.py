@@ -70,13 +70,3 @@ def test_words_need_no_stride(request_, row):
     while PARENTS[request_][min(line)] >= 0:
         line.add(PARENTS[request_][min(line)])
     assert {j for j in range(TREE_ROWS) if word >> j & 1} == line
-
-
-def test_draft_rows_read_with_another_width():
-    """The same stride in the draft pass: 12 rows of 3 requests, read as 6 or as 3 a request."""
-    block, requests = 4, 3
-    for width, wrong in ((6, {12, 13, 14, 15, 16, 17}), (3, set())):
-        rows = [range(r * width, (r + 1) * width) for r in range(requests)]
-        outside = {i for r in rows for i in r if i >= block * requests}
-        missed = set(range(block * requests)) - {i for r in rows for i in r}
-        assert outside == wrong and missed == (set() if width == 6 else {9, 10, 11})

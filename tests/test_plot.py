@@ -92,7 +92,7 @@ def test_an_axis_of_ones_own():
 
 def test_acceptance():
     def done(rates, tau):
-        return Completion("", [], 1, "length", 9, tau, rates, 1.0)
+        return Completion("", [], 1, "length", 9, tau, rates, [], 0, 1.0)
 
     named = {"ddtree": done([0.9, 0.5], 2.4), "autoregressive": done([], 1.0)}
     axis = draw_acceptance(named).axes[0]
