@@ -210,6 +210,7 @@ def completion(
     count, reason, nodes, tokens, depth, rank = (np.asarray(c)[request] for c in columns)
     tokens, depth, rank = tokens[:count].tolist(), depth[1:count], rank[1:count]
     passes = int((depth == 0).sum() + (len(depth) > 0 and depth[-1] > 0))
+    depths = step.horizon if step.budget else 0
     drafted, ranks = rank[rank >= 0], step.speculation.top_k if step.speculation else 0
     text, shown = None, visible(tokens, model.stop_ids, sampling)
     if model.tokenizer is not None:
@@ -224,7 +225,7 @@ def completion(
         verify_passes=passes,
         accept_length=len(depth) / passes if passes else 1.0,
         accept_by_depth=[
-            int((depth == d).sum()) / passes if passes else 0.0 for d in range(1, step.horizon + 1)
+            int((depth == d).sum()) / passes if passes else 0.0 for d in range(1, depths + 1)
         ],
         accept_by_rank=[
             int((drafted == r).sum()) / len(drafted) if len(drafted) else 0.0 for r in range(ranks)
