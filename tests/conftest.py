@@ -4,6 +4,8 @@ Each pytest-xdist worker is a process of its own and imports this file before an
 raises if its backends were already in use. Warnings are errors through pyproject.toml.
 """
 
+import gc
+
 import jax
 import pytest
 
@@ -17,3 +19,17 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+_DONE = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def forget_programs(request):
+    """Drop compiled programs now and then: they hold memory maps, and Linux gives 65,530."""
+    yield
+    done = request.session.stash.get(_DONE, 0) + 1
+    request.session.stash[_DONE] = done
+    if done % 20 == 0:
+        jax.clear_caches()
+        gc.collect()
