@@ -13,7 +13,7 @@ from jax import lax
 from ddtree_jax.config import Sampling, Speculation
 from ddtree_jax.loading import Model
 from ddtree_jax.prefill import Prompt, check_request, prefill
-from ddtree_jax.state import REASONS, DecodeState, Weights
+from ddtree_jax.state import REASONS, RUNNING, DecodeState, Weights
 from ddtree_jax.step import autoregressive_step, ddtree_step, dflash_step, served_block_size
 from ddtree_jax.stops import EVERY, end_requests, find, held_back, visible
 from ddtree_jax.tokenizer import StreamDecoder
@@ -75,8 +75,7 @@ def generate(
         state, running = jax.block_until_ready(decode(model.weights, state, step, some))
         if strings:
             state = end_requests(model.tokenizer, state, samplings, model.stop_ids)
-            running = bool(running) and bool(np.asarray(state.active).any())
-        running = bool(running)
+            running = (np.asarray(state.reason) == RUNNING).any()
     seconds = time.perf_counter() - start
     return [
         completion(model, state, r, samplings[r], len(ids[r]), seconds, step)
@@ -108,7 +107,7 @@ def stream(
 def _stream(model, prompt, step, sampling, max_new_tokens, done) -> Iterator[str]:
     state = prefill(model, [prompt], sampling, max_new_tokens)
     given = int(state.lengths[0])
-    state, running = decode(model.weights, state, step, 0)
+    state, _ = decode(model.weights, state, step, 0)
     decoder, shown, waiting, seconds = StreamDecoder(model.tokenizer), 0, "", 0.0
     while True:
         if sampling.stop:
@@ -118,14 +117,14 @@ def _stream(model, prompt, step, sampling, max_new_tokens, done) -> Iterator[str
         said = visible(said, model.stop_ids, sampling)
         waiting += decoder.push(said[shown:])
         shown = len(said)
-        if not bool(state.active[0]):
+        if np.asarray(state.reason)[0] != RUNNING:  # read on the host: compiles nothing
             break
         ready = len(waiting) - held_back(waiting, sampling.stop)
         if ready:
             yield waiting[:ready]
         waiting = waiting[ready:]
         start = time.perf_counter()
-        state, running = jax.block_until_ready(decode(model.weights, state, step, 1))
+        state, _ = jax.block_until_ready(decode(model.weights, state, step, 1))
         seconds += time.perf_counter() - start
     last = completion(model, state, 0, sampling, given, seconds, step)
     waiting += decoder.finish()

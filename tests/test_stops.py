@@ -80,17 +80,15 @@ def test_stop_strings(model):
 
 
 def test_metrics_are_exact_after_a_cut(model):
-    """Passes and depths are those of the tokens kept, whatever ran on behind them."""
+    """Passes and depths are those of the tokens kept, as if the limit had been there."""
     plain = whole(model, "ddtree")
-    kept = len(plain.tokens) // 2
-    cut = dd.generate(model, "ab", "ddtree", max_new_tokens=kept)[0]
-    stop = model.tokenizer.decode(plain.tokens)
-    text = model.tokenizer.decode(plain.tokens[:kept])
-    tail = next(text[-n:] for n in range(1, 12) if stop.index(text[-n:]) + n == len(text))
-    done = whole(model, "ddtree", stop=[tail])
-    if done.tokens == cut.tokens:
-        assert done.verify_passes == cut.verify_passes
-        assert done.accept_by_depth == cut.accept_by_depth
+    for start in (3, 8, 14):
+        done = whole(model, "ddtree", stop=[plain.text[start : start + 2]])
+        assert done.finish_reason == "stop" and len(done.tokens) < len(plain.tokens)
+        cut = dd.generate(model, "ab", "ddtree", max_new_tokens=len(done.tokens))[0]
+        assert cut.tokens == done.tokens
+        assert cut.verify_passes == done.verify_passes
+        assert cut.accept_by_depth == done.accept_by_depth
 
 
 def test_find_takes_the_string_that_ends_first(model):
