@@ -15,7 +15,7 @@ from ddtree_jax.cache import Cache, scatter_tokens
 from ddtree_jax.config import PAGE_SIZE, Speculation
 from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention
 from ddtree_jax.model.kimi import Kimi, Rows
-from ddtree_jax.pallas.tree_attention import tree_attention_reference
+from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 from ddtree_jax.rejection import distribution, draw, walk_chain, walk_tree
 from ddtree_jax.sampling import (
     bar_stops,

@@ -16,7 +16,7 @@ from ddtree_jax.config import PAGE_SIZE
 from ddtree_jax.model.attention import expanded_attention
 from ddtree_jax.model.dflash import block_visibility, grouped_attention, merge_dflash
 from ddtree_jax.model.kimi import merge_kimi
-from ddtree_jax.pallas.tree_attention import tree_attention_reference
+from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"

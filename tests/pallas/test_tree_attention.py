@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax.pallas.tree_attention import tree_attention_reference
+from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 
 PAGE, D, V, HEADS = 64, 24, 16, 2
 
