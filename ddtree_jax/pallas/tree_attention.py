@@ -35,6 +35,7 @@ depends on lengths and rows only, so that one plan serves all layers of a pass.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,19 +56,22 @@ class Config:
     stages: int = 2  # pages in flight
     alternate: bool = True  # both consumers take turns with the softmax
     overlap: bool = True  # and do it while a product runs
-    cluster: int = 1  # tiles that share each page they read
+    auto_barriers: bool = True  # the compiler's own, around every access to shared memory
+    cluster: int = 1  # tiles that share each page they read: 1, 2 or 4
     least_share: int = 4  # blocks a gang takes at least: fewer shares, less to merge
     merge_together: int = 4  # partial results loaded at a time
     multiprocessors: int = 132
 
     def __post_init__(self):
         for name, low, high in (
-            ("stages", 2, 16), ("cluster", 1, 8), ("least_share", 1, 1 << 20),
-            ("merge_together", 1, 16), ("multiprocessors", 1, 1 << 10),
+            ("stages", 2, 16), ("least_share", 1, 1 << 20), ("merge_together", 1, 16),
+            ("multiprocessors", 1, 1 << 10),
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name}={value}: must be an integer from {low} to {high}")
+        if self.cluster not in (1, 2, 4):
+            raise ValueError(f"cluster={self.cluster}: must be 1, 2 or 4")
 
 
 @jax.tree_util.register_dataclass
@@ -91,16 +95,15 @@ def shared_memory(d: int, value: int, config: Config = Config()) -> int:
     def aligned(size):
         return -(-size // 1024) * 1024
 
-    weights = config.stages * TILE * TILE if d - value < TILE else 8 * TILE
+    pages = 2 * config.stages * TILE * d
+    weights = 2 * config.stages * TILE * TILE if d - value < TILE else 0
+    stats = 4 * (config.stages + 2) * 2 * TILE
     barriers = 8 * (1 + 2 * config.stages + 2 + 1 + 1)
-    buffers = (
-        2 * TILE * d, 2 * config.stages * TILE * d, 2 * weights,
-        4 * (config.stages + 2) * 2 * TILE,
-    )  # fmt: skip
-    return sum(map(aligned, buffers)) + barriers + kernel.SCRATCH
+    buffers = 2 * TILE * d, pages, weights, stats, kernel.SCRATCH
+    return sum(map(aligned, buffers)) + barriers
 
 
-def plan(
+def make_plan(
     lengths: Int[Array, " r"],
     row_start: Int[Array, " r1"],
     ancestors: UInt32[Array, "m w"],
@@ -168,14 +171,14 @@ def tree_attention(
     value_size: int,
     max_rows: int | None = None,
     config: Config | None = None,
-    made: Plan | None = None,
+    plan: Plan | None = None,
     masked: bool = True,
     interpret: bool = False,
 ) -> tuple[Float[Array, "m heads v"], Float[Array, "m heads"]]:
     """Attention of packed tree rows; arguments and results as in `tree_attention_reference`.
 
-    bf16 only. `made` is a plan of the same arguments and config, else one is made. `masked=False`
-    leaves out the mask and the lengths: wrong, and only there to time what they cost.
+    bf16 only. `plan` is one of the same arguments and config; without it one is made here.
+    `masked=False` leaves out mask and lengths: wrong, and only there to time what they cost.
     `interpret` runs on a CPU, with race detection.
     """
     m, heads, d = queries.shape
@@ -186,34 +189,41 @@ def tree_attention(
     if not scale > 0:
         raise ValueError(f"scale={scale}: must be positive")
     tiles, gangs = _tiles_and_gangs(heads, max_rows, requests, block_tables.shape[1], config)
-    if made is None:
-        made = plan(
+    if plan is None:
+        plan = make_plan(
             jnp.asarray(lengths), jnp.asarray(row_start), ancestors, heads=heads,
             pages=block_tables.shape[1], max_rows=max_rows, config=config,
         )  # fmt: skip
-    layers, pages = pool.shape[:2]
     shapes = kernel.Shapes(
-        heads, d, value_size, tiles, _blocks(max_rows), gangs, m, pages, config.stages,
-        config.cluster, config.alternate, config.overlap, masked, scale, interpret,
+        heads, d, value_size, tiles, _blocks(max_rows), gangs, m, pool.shape[1], config.stages,
+        config.cluster, config.alternate, config.overlap, config.auto_barriers, masked, scale,
+        interpret,
     )  # fmt: skip
+    layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, pool.shape[0] - 1)
+    return _run(shapes, config.merge_together, queries, latents, pool, layer, block_tables, plan)
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # traced once for all layers
+def _run(shapes, together, queries, latents, pool, layer, block_tables, plan):
+    m, heads, d = queries.shape
     # The copy engine wants a request's nodes to start at a multiple of 8, and whatever stands
     # where no node does must be 0: a weight of 0 does not keep NaN away.
-    nodes = latents.at[made.nodes.reshape(-1)].get(mode="fill", fill_value=0)
+    nodes = latents.at[plan.nodes.reshape(-1)].get(mode="fill", fill_value=0)
     out, lse, part, part_lse = kernel.run_attend(
         shapes,
         queries.reshape(m * heads, d),
         nodes,
-        pool.reshape(layers * pages * TILE, d),  # rows, so that no index exceeds 32 bits
+        pool.reshape(-1, d),  # rows, so that no index exceeds 32 bits
         block_tables.astype(jnp.int32),
-        jnp.clip(jnp.asarray(layer, jnp.int32), 0, layers - 1).reshape(1),
-        made.requests, made.gangs, made.share, made.words,
+        layer.reshape(1),
+        plan.requests, plan.gangs, plan.share, plan.words,
     )  # fmt: skip
     out, lse = kernel.run_merge(
-        shapes, config.merge_together, made.requests, made.share, made.orphans,
-        part, part_lse, out, lse,
-    )  # fmt: skip
-    lse = lse.reshape(-1, heads)[made.places] * (1 / kernel.LOG2E)
-    return out.reshape(m, heads, value_size), jnp.where(made.owned[:, None], lse, -jnp.inf)
+        shapes, together, plan.requests, plan.share, plan.orphans, part, part_lse, out, lse
+    )
+    lse = lse.reshape(-1, heads)[plan.places] * (1 / kernel.LOG2E)
+    out = out.reshape(m, heads, shapes.value)
+    return out, jnp.where(plan.owned[:, None], lse, -jnp.inf)
 
 
 def best_config(heads: int, max_rows: int) -> Config:

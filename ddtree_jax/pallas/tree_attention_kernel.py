@@ -46,6 +46,7 @@ class Shapes(NamedTuple):
     cluster: int
     alternate: bool
     overlap: bool
+    auto_barriers: bool
     masked: bool  # False: an upper bound for benchmarks, no tree and no lengths
     scale: float
     interpret: bool
@@ -75,13 +76,12 @@ def scratch_types(s: Shapes) -> dict:
         )
     else:
         kv_free = plgpu.Barrier(num_arrivals=free, num_barriers=s.stages)
-    p_shape = (s.stages, TILE, TILE) if s.separate_weights else (1, 8, TILE)
     queries = smem((TILE, s.d), bf16, transforms=TILED)
     results = [smem((TILE, s.columns(wg)[1]), bf16, transforms=TILED) for wg in range(2)]
+    weights = smem((s.stages, TILE, TILE), bf16, transforms=TILED)
     return dict(
         q_and_o=plgpu.RefUnion(queries, results),  # a segment stores its result over its queries
         kv_s=smem((s.stages, TILE, s.d), bf16, transforms=TILED),
-        p_s=smem(p_shape, bf16, transforms=TILED),
         # By stage: what the leader tells (0 rescaling, 1 maximum); then both sums; then the result.
         stats_s=smem((s.stages + 2, 2, TILE), f32),
         q_full=plgpu.Barrier(num_arrivals=s.tile_rows),
@@ -90,6 +90,7 @@ def scratch_types(s: Shapes) -> dict:
         p_full=plgpu.Barrier(num_barriers=2),  # by leader
         sums_full=plgpu.Barrier(num_arrivals=2),
         done=plgpu.Barrier(),  # warpgroup 1 has stored its part
+        **(dict(p_s=weights) if s.separate_weights else {}),
     )
 
 
@@ -143,8 +144,8 @@ def attend(s: Shapes):
 
     def body(
         q, nodes, pool, tables, layer, requests, gangs, share, words,
-        out, lse, part, part_lse, *, q_and_o, kv_s, p_s, stats_s,
-        q_full, kv_full, kv_free, p_full, sums_full, done,
+        out, lse, part, part_lse, *, q_and_o, kv_s, stats_s,
+        q_full, kv_full, kv_free, p_full, sums_full, done, p_s=None,
     ):  # fmt: skip
         q_s, results = q_and_o
         gang = lax.axis_index("gang")
@@ -254,6 +255,8 @@ def attend(s: Shapes):
                 return p, alpha, highest, total * alpha + p.sum(axis=1)
 
             def publish(slot, p, alpha, top):
+                if not s.auto_barriers:  # all warps are done with the columns P replaces
+                    plgpu.commit_smem()
                 weights(slot)[...] = p.astype(jnp.bfloat16)
                 stats_s[slot, 0] = alpha
                 if s.alternate:
@@ -460,7 +463,11 @@ def run_attend(s: Shapes, q, nodes, pool, tables, layer, requests, gangs, share,
         num_threads=3,
         thread_name="wg",
         kernel_name="tree_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=SCRATCH),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=SCRATCH,
+            unsafe_no_auto_barriers=not s.auto_barriers,
+        ),
         interpret=interpreter() if s.interpret else None,
         **mesh,
     )(q, nodes, pool, tables, layer, requests, gangs, share, words)

@@ -1,107 +1,255 @@
-"""The attention reference against a softmax in float64, row by row, on poisoned memory."""
+"""The Hopper kernels in the interpreter, with race detection, and their lowering for CUDA."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import KINDS, make_case, pairwise, slow_softmax
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
+from ddtree_jax.pallas.tree_attention import Config, make_plan, shared_memory, tree_attention
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 
-PAGE, D, V, HEADS = 64, 24, 16, 2
+SERIAL = dict(alternate=False, overlap=False)
+SIZES = (1, 2, 7, 8, 9, 17, 31, 32, 33, 63, 64, 65, 128)
 
 
-def random_parents(rng, nodes, kind):
-    if kind == "chain":
-        return [i - 1 for i in range(nodes)]
-    if kind == "star":
-        return [-1] + [0] * (nodes - 1)
-    return [-1] + [int(rng.integers(0, i)) for i in range(1, nodes)]
+def rounded(case):
+    """The arguments in bf16, and the case with their values."""
+    values = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in case.arguments[:3]]
+    arguments = [jnp.asarray(x, jnp.bfloat16) for x in values] + list(case.arguments[3:])
+    return arguments, type(case)(*values, *case.arguments[3:], case.lines)
 
 
-def case(rng, sizes, prefixes, width, kind):
-    """Packed rows of requests of different sizes; everything not owned is NaN."""
-    requests, words = len(sizes), -(-width // 32)
-    pages = max(1, -(-max(prefixes) // PAGE)) + 1
-    pool = np.full((3, requests * pages + 2, PAGE, D), np.nan, np.float32)
-    tables = rng.permutation(requests * pages + 2)[: requests * pages].reshape(requests, pages)
-    row_start = np.concatenate([[0], np.cumsum(sizes)])
-    rows = int(row_start[-1])
-    latents = rng.normal(size=(rows, D)).astype(np.float32)
-    ancestors = np.zeros((rows, words), np.uint32)
-    lines = []
-    for r, n in enumerate(sizes):
-        for p in range(prefixes[r]):
-            pool[1, tables[r, p // PAGE], p % PAGE] = rng.normal(size=D)
-        parents = random_parents(rng, n, kind)
-        own = []
-        for i, parent in enumerate(parents):
-            own.append({i} if parent < 0 else own[parent] | {i})
-            for j in own[i]:
-                ancestors[row_start[r] + i, j // 32] |= np.uint32(1 << (j % 32))
-        lines.append(own)
-    queries = rng.normal(size=(rows, HEADS, D)).astype(np.float32)
-    return pool, tables, row_start, latents, ancestors, queries, lines
+def agrees(case, value_size, config, max_rows=None, scale=0.1):
+    """The kernels' results are the reference's and a float64 softmax's, without races."""
+    arguments, case = rounded(case)
+    keywords = dict(scale=scale, value_size=value_size, max_rows=max_rows)
+    found = tree_attention(*arguments, **keywords, config=config, interpret=True)
+    assert not interpret_pallas_call.get_races().races_found
+    reference = tree_attention_reference(*map(jnp.asarray, case.arguments), **keywords)
+    for out, lse in (slow_softmax(case, scale, value_size), reference):
+        error = np.asarray(found[0], np.float64) - out
+        assert np.linalg.norm(error) <= 4e-3 * np.linalg.norm(out)
+        assert np.abs(error).max() <= 1.2e-2 * np.abs(out).max()
+        np.testing.assert_allclose(found[1], lse, rtol=0, atol=2e-5)
+    unseen = np.isinf(reference[1])
+    assert (np.asarray(found[0])[unseen] == 0).all()
+    return found
 
 
-def slow(pool, tables, prefixes, row_start, latents, queries, lines, scale):
-    out, lse = np.zeros((*queries.shape[:2], V)), np.full(queries.shape[:2], -np.inf)
-    for r, own in enumerate(lines):
-        prefix = [pool[1, tables[r, p // PAGE], p % PAGE] for p in range(prefixes[r])]
-        for i, line in enumerate(own):
-            m = row_start[r] + i
-            keys = np.array(prefix + [latents[row_start[r] + j] for j in sorted(line)], np.float64)
-            scores = keys @ queries[m].T.astype(np.float64) * scale
-            top = scores.max(axis=0)
-            weights = np.exp(scores - top)
-            out[m] = (weights / weights.sum(axis=0)).T @ keys[:, :V]
-            lse[m] = top + np.log(weights.sum(axis=0))
-    return out, lse
+def few(gangs: int, heads: int, width: int, **options) -> Config:
+    """A config of a small device, so that short prefixes are divided too."""
+    tiles = -(-width * heads // 64)
+    tiles += tiles % options.get("cluster", 1)
+    return Config(multiprocessors=gangs * tiles, least_share=1, **options)
 
 
-CASES = [  # sizes of the requests' trees, prefixes, width the words allow, tree kind
-    ((1,), (0,), 1, "chain"), ((2, 7), (1, 63), 8, "random"), ((8, 8, 8), (64, 65, 0), 9, "random"),
-    ((9,), (130,), 9, "star"), ((17, 1, 5), (3, 64, 200), 17, "random"), ((31, 33), (65, 1), 33,
-    "random"), ((64, 3), (0, 63), 64, "chain"), ((65,), (64,), 65, "random"),
-    ((128, 1), (10, 127), 128, "random"),
-]  # fmt: skip
+FAST = [  # sizes, prefixes, kind, heads, latent, value, gangs, options
+    ((2,), (130,), "chain", 64, 576, 512, 2, {}),
+    ((1, 1), (65, 0), "chain", 64, 192, 128, 2, SERIAL),
+    ((9, 3), (64, 63), "best-first", 8, 192, 128, 3, {}),
+    ((33,), (1,), "comb", 8, 128, 128, 2, dict(stages=3)),
+    ((5, 1), (70, 3), "star", 16, 320, 192, 2, dict(overlap=False, auto_barriers=False)),
+]
 
 
-@pytest.mark.parametrize("sizes,prefixes,width,kind", CASES)
-def test_against_a_slow_softmax(sizes, prefixes, width, kind):
-    rng = np.random.default_rng([*sizes, *prefixes])
-    pool, tables, row_start, latents, ancestors, queries, lines = case(
-        rng, sizes, prefixes, width, kind
+@pytest.mark.parametrize("sizes,prefixes,kind,heads,d,value,gangs,options", FAST)
+def test_interpreted(sizes, prefixes, kind, heads, d, value, gangs, options):
+    rng = np.random.default_rng([*sizes, heads])
+    case = make_case(rng, sizes, prefixes, max(sizes), kind, heads, d)
+    agrees(case, value, few(gangs, heads, max(sizes), **options))
+
+
+def test_padding_and_rows_of_nobody():
+    """NaN there reaches nothing, and the results are zeros."""
+    case = make_case(
+        np.random.default_rng(0), (2, 5), (66, 0), 8, "random", 32, 192, padding=1, spare=3
     )
-    expected = slow(pool, tables, prefixes, row_start, latents, queries, lines, 0.3)
-    out, lse = jax.jit(
-        tree_attention_reference, static_argnames=("scale", "value_size", "max_rows")
-    )(
-        queries, latents, pool, 1, tables, np.array(prefixes), row_start, ancestors,
-        scale=0.3, value_size=V,
-    )  # fmt: skip
-    np.testing.assert_allclose(out, expected[0], rtol=0, atol=3e-5)
-    np.testing.assert_allclose(lse, expected[1], rtol=0, atol=3e-5)
+    found = agrees(case, 128, few(2, 32, 6), max_rows=6)
+    assert np.isfinite(found[0]).all() and (found[0][-3:] == 0).all()
 
 
-def test_rows_past_a_size_give_zero():
-    """Uniform rows of 4, the second tree of 2: its last rows hold NaN and no bits."""
+VARIANTS = [
+    (192, 128, {}),
+    (192, 128, SERIAL),
+    (128, 128, dict(overlap=False)),
+    (320, 192, dict(auto_barriers=False, merge_together=1)),
+    (576, 512, {}),
+    (256, 192, dict(stages=4, cluster=2)),
+]
+
+
+def cover():
+    """Sizes, prefixes, tree kinds, variants and a second request, any two of them together."""
+    prefixes, others = (0, 1, 63, 64, 65), (None, 1, 5)
     rng = np.random.default_rng(0)
-    pool, tables, _, latents, ancestors, queries, lines = case(rng, (4, 4), (5, 64), 4, "chain")
-    ancestors[6:] = 0
-    latents[6:] = np.nan
-    out, lse = tree_attention_reference(
-        *map(jnp.asarray, (queries, latents, pool)), 1, tables, jnp.array([5, 64]),
-        jnp.array([0, 4, 8]), jnp.asarray(ancestors), scale=0.3, value_size=V, max_rows=4,
+    return pairwise(rng, SIZES, prefixes, KINDS, range(len(VARIANTS)), others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size,prefix,kind,variant,other", cover())
+def test_pairwise(size, prefix, kind, variant, other):
+    d, value, options = VARIANTS[variant]
+    heads = 64 if size <= 9 else 8
+    sizes = (size,) if other is None else (size, other)
+    prefixes = (prefix, 70)[: len(sizes)]
+    rng = np.random.default_rng([size, prefix, variant])
+    case = make_case(rng, sizes, prefixes, max(sizes), kind, heads, d)
+    agrees(case, value, few(2, heads, max(sizes), **options))
+
+
+def blocks_by_gang(plan, gangs):
+    """What every gang does, as (request, block), by the kernel's own arithmetic."""
+    requests, share = np.asarray(plan.requests), int(plan.share[0])
+    work = []
+    for gang in range(gangs):
+        begin, end = gang * share, min((gang + 1) * share, requests[-1, 0])
+        mine = []
+        for r in range(*np.asarray(plan.gangs)[gang]):
+            low, high = max(begin, requests[r, 0]), min(end, requests[r + 1, 0])
+            mine += [(r, b - requests[r, 0]) for b in range(low, high)]
+        work.append(mine)
+    return work
+
+
+@pytest.mark.parametrize("requests,width,longest", [
+    (1, 1, 262_144), (1, 9, 8192), (3, 128, 70), (32, 17, 8192), (128, 33, 2048), (128, 1, 3),
+    (7, 64, 0),
+])  # fmt: skip
+def test_plan_divides_all_blocks_evenly(requests, width, longest):
+    rng = np.random.default_rng([requests, width])
+    lengths = rng.integers(0, longest + 1, requests).astype(np.int32)
+    lengths[0] = longest
+    rows = rng.integers(0, width + 1, requests)
+    rows[0] = width
+    row_start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
+    ancestors = jnp.ones((int(row_start[-1]), -(-width // 32)), jnp.uint32)
+    pages = max(1, -(-longest // 64))
+    plan = make_plan(
+        jnp.asarray(lengths), jnp.asarray(row_start), ancestors, heads=64, pages=pages,
+        max_rows=width,
     )  # fmt: skip
-    assert (out[6:] == 0).all() and (lse[6:] == -jnp.inf).all()
-    assert np.isfinite(out).all() and np.isfinite(lse[:6]).all()
+    work = blocks_by_gang(plan, plan.gangs.shape[0])
+    wanted = [
+        (r, b)
+        for r in range(requests)
+        if rows[r]
+        for b in range(-(-lengths[r] // 64) + -(-int(rows[r]) // 64))
+    ]
+    assert [block for mine in work for block in mine] == wanted
+    even = -(-len(wanted) // len(work))
+    assert max(map(len, work)) <= max(even, Config().least_share)
+    assert len({r for mine in work for r, _ in mine}) == (rows > 0).sum()
 
 
-def test_refuses_more_rows_than_the_words_name():
-    rng = np.random.default_rng(0)
-    pool, tables, row_start, latents, ancestors, queries, _ = case(rng, (4,), (5,), 4, "chain")
-    with pytest.raises(ValueError, match="max_rows=5"):
-        tree_attention_reference(
-            queries, latents, pool, 1, tables, np.array([5]), row_start, ancestors,
-            scale=1.0, value_size=V, max_rows=5,
-        )  # fmt: skip
+SHAPES = [  # requests, context, width, heads: those benchmarks/tree_attention.py measures
+    (r, s, n, 64) for r, s in ((1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 2048))
+    for n in (1, 9, 17, 33)
+] + [(r, 8192, n, 8) for r in (1, 32) for n in (1, 9, 17, 33)] + [
+    (1, 262_144, 128, 64), (128, 2048, 128, 8), (3, 1000, 65, 16), (2, 64, 7, 32),
+]  # fmt: skip
+BY_DEFAULT = SHAPES[1::4] + SHAPES[-4:]  # the others differ in sizes of arrays only
+
+
+def lowered(requests, context, width, heads, d=576, value=512, layers=61, **options):
+    """The two Mosaic calls of one shape, as text."""
+    shape, bf16, i32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.int32
+    m, pages = requests * width, -(-context // 64)
+
+    def attend(*arguments):
+        config = Config(**options) if options else None
+        return tree_attention(
+            *arguments, scale=0.1, value_size=value, max_rows=width, config=config
+        )
+
+    traced = jax.jit(attend).trace(
+        shape((m, heads, d), bf16), shape((m, d), bf16),
+        shape((layers, requests * pages, 64, d), bf16), shape((), i32),
+        shape((requests, pages), i32), shape((requests,), i32), shape((requests + 1,), i32),
+        shape((m, -(-width // 32)), jnp.uint32),
+    )  # fmt: skip
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    return text.count("@mosaic_gpu_v2")
+
+
+@pytest.mark.parametrize("requests,context,width,heads", BY_DEFAULT)
+def test_lowers_for_cuda(requests, context, width, heads):
+    """Pools of 61 layers, some of more than 2^31 elements."""
+    assert calls(lowered(requests, context, width, heads)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("requests,context,width,heads", [s for s in SHAPES if s not in BY_DEFAULT])
+def test_lowers_for_cuda_in_all_shapes(requests, context, width, heads):
+    assert calls(lowered(requests, context, width, heads)) == 2
+
+
+@pytest.mark.parametrize("d,value,options", [
+    (576, 512, SERIAL), (576, 512, dict(cluster=2)), (192, 192, dict(stages=5)),
+    (320, 128, dict(auto_barriers=False, stages=3)),
+])  # fmt: skip
+def test_shared_memory_is_what_the_lowering_takes(monkeypatch, d, value, options):
+    from jax.experimental.mosaic.gpu import core
+
+    seen = []
+    original = core._launch
+
+    def watch(*arguments, **keywords):
+        seen.append((arguments, keywords))
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(core, "_launch", watch)
+    lowered(2, 130, 9, 64, d, value, 3, **options)
+    print(seen[0])
+
+
+def arguments(m=4, heads=8, d=192, page=64, requests=2, dtype=jnp.bfloat16, width=4):
+    return [
+        jnp.zeros((m, heads, d), dtype), jnp.zeros((m, d), dtype),
+        jnp.zeros((2, 5, page, d), dtype), 1, jnp.zeros((requests, 2), jnp.int32),
+        np.zeros(requests, np.int32), jnp.arange(requests + 1, dtype=jnp.int32),
+        jnp.zeros((m, -(-width // 32)), jnp.uint32),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("made,keywords,match", [
+    (dict(dtype=jnp.float32), {}, "bfloat16 only"),
+    (dict(heads=12), {}, "12 heads: the kernel supports 8, 16, 32, 64"),
+    (dict(page=32), {}, "pages of 32 tokens: the kernel supports 64"),
+    (dict(d=200), {}, "latents of 200 elements"),
+    ({}, dict(value_size=100), "value_size=100"),
+    ({}, dict(value_size=256), "value_size=256"),
+    ({}, dict(max_rows=5), "max_rows=5: must be from 1 to 4"),
+    ({}, dict(scale=0.0), "scale=0.0: must be positive"),
+    (dict(d=576), dict(config=Config(stages=3)), "shared memory"),
+])  # fmt: skip
+def test_refuses_what_it_cannot_do(made, keywords, match):
+    with pytest.raises(ValueError, match=match):
+        tree_attention(*arguments(**made), **dict(scale=1.0, value_size=128) | keywords)
+
+
+@pytest.mark.parametrize("place,value,match", [
+    (3, 2, "layer=2: the pool has 2"),
+    (5, np.array([-1, 3], np.int32), "lengths from -1 to 3"),
+    (5, np.array([0, 129], np.int32), "block tables hold 0 to 128"),
+    (6, jnp.zeros(2, jnp.int32), "row_start"),
+    (1, jnp.zeros((4, 128), jnp.bfloat16), "do not fit"),
+])  # fmt: skip
+def test_refuses_inconsistent_arguments(place, value, match):
+    given = arguments()
+    given[place] = value
+    with pytest.raises(ValueError, match=match):
+        tree_attention(*given, scale=1.0, value_size=128)
+
+
+@pytest.mark.parametrize("name,value", [
+    ("stages", 1), ("cluster", 3), ("least_share", 0), ("merge_together", 2.0),
+    ("multiprocessors", True),
+])  # fmt: skip
+def test_refuses_a_wrong_config(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        Config(**{name: value})
