@@ -1,4 +1,4 @@
-"""Cases of tree attention: packed rows of ragged requests on poisoned memory, and a slow softmax."""
+"""Cases of tree attention: packed rows of ragged requests, poisoned memory, a slow softmax."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,7 @@ def parents(rng, nodes: int, kind: str) -> list[int]:
     log_p.sort(axis=1)
     found, heap = [-1], [(0.0, 0, 0, 0)]  # score before, parent, depth, rank of the next child
     while len(found) < nodes:
-        best = max(
-            range(len(heap)), key=lambda k: heap[k][0] + log_p[heap[k][2], -1 - heap[k][3]]
-        )
+        best = max(range(len(heap)), key=lambda k: heap[k][0] + log_p[heap[k][2], -1 - heap[k][3]])
         score, parent, depth, rank = heap.pop(best)
         child = len(found)
         found.append(parent)

@@ -21,9 +21,7 @@ CASES = [  # sizes of the requests' trees, prefixes, width the words allow, tree
 def test_against_a_slow_softmax(sizes, prefixes, width, kind):
     rng = np.random.default_rng([*sizes, *prefixes])
     case = make_case(rng, sizes, prefixes, width, kind, HEADS, D)
-    attend = jax.jit(
-        tree_attention_reference, static_argnames=("scale", "value_size", "max_rows")
-    )
+    attend = jax.jit(tree_attention_reference, static_argnames=("scale", "value_size", "max_rows"))
     out, lse = attend(*case.arguments, scale=0.3, value_size=V)
     expected = slow_softmax(case, 0.3, V)
     np.testing.assert_allclose(out, expected[0], rtol=0, atol=3e-5)
