@@ -15,7 +15,7 @@ from ddtree_jax.cache import Cache, scatter_tokens
 from ddtree_jax.config import PAGE_SIZE, Speculation
 from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention
 from ddtree_jax.model.kimi import Kimi, Rows
-from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
+from ddtree_jax.pallas.tree_attention import attend, plan_if_supported
 from ddtree_jax.rejection import distribution, draw, walk_chain, walk_tree
 from ddtree_jax.sampling import (
     bar_stops,
@@ -201,14 +201,16 @@ def verify(
     starts = row_starts(tree)
     ancestors = tree.ancestors.reshape(requests * nodes, -1)
     used = jnp.arange(nodes, dtype=jnp.int32)[None] < tree.size[:, None]
-    config = target.config
+    config, pool = target.config, state.cache.latents
+    place = (state.block_tables, state.lengths, starts, ancestors)
+    sizes = dict(value_size=config.kv_lora_rank, max_rows=nodes)
+    plan = plan_if_supported(pool, *place, heads=config.num_attention_heads, **sizes)
 
     def attention(mla, x, positions, layer):
         nope, rope, latents = mla.project(x, positions)
-        out, _ = tree_attention_reference(
-            mla.absorb(nope, rope), latents, state.cache.latents, layer, state.block_tables,
-            state.lengths, starts, ancestors, scale=config.softmax_scale,
-            value_size=config.kv_lora_rank, max_rows=nodes,
+        out = attend(
+            mla.absorb(nope, rope), latents, pool, layer, *place, plan,
+            scale=config.softmax_scale, **sizes,
         )  # fmt: skip
         return mla.output(out), latents
 

@@ -9,7 +9,7 @@ from lossless import prompts_of
 from tiny import tiny_model
 
 import ddtree_jax as dd
-from benchmarks import results_file, static_batch, sweep, tables
+from benchmarks import results_file, static_batch, sweep, tables, tree_attention
 
 METHODS = ("autoregressive", "dflash", "ddtree")
 CASE = {"context": "short", "mix": "code", "temperature": 1.0}
@@ -215,3 +215,46 @@ def test_pages_that_cannot_be_checked(results, tmp_path, capsys, text):
 def test_missing_results(tmp_path, capsys):
     assert tables.main(["--results", str(tmp_path)]) == 2
     assert "python -m benchmarks.acceptance" in capsys.readouterr().err
+
+
+def test_attention_limits_are_the_reference_tables():
+    """A few of the floors that the peers were measured against, in microseconds."""
+    for shape, us in (((1, 8192, 9), 13.1), ((32, 2048, 17), 199.3), ((32, 8192, 9, 8), 68.4)):
+        assert tree_attention.Point(*shape).limit_us == pytest.approx(us, rel=0.01)
+
+
+def test_attention_trees_are_trees():
+    """Ancestor words of random trees: the root in every line, a child's line its parent's + 1."""
+    words = tree_attention.random_words(np.random.default_rng(0), 3, 40).reshape(3, 40, -1)
+    bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    seen = bits.reshape(3, 40, -1)[..., :40].astype(bool)
+    assert seen[:, :, 0].all() and seen[:, np.arange(40), np.arange(40)].all()
+    assert not np.triu(seen, 1).any() and seen.sum(-1).max() <= 8
+    for tree in seen:
+        for i in range(1, 40):
+            parent = np.flatnonzero(tree[i])[-2]
+            assert (tree[i] == tree[parent] | (np.arange(40) == i)).all()
+    assert (seen[0] != seen[1]).any()
+
+
+def test_attention_summary_has_the_named_figures():
+    found = [
+        {"requests": p.requests, "context": p.context, "width": p.width, "heads": p.heads,
+         "us": 2 * p.limit_us, "share": 0.5}
+        for p in tree_attention.ALL
+    ]  # fmt: skip
+    summary = tree_attention.summarize(found, 0.01)
+    assert summary["share_geomean"] == pytest.approx(0.5) and summary["share_n1_min"] == 0.5
+    assert all(value is not None for value in summary.values())
+    assert tree_attention.summarize([], None)["share_min"] is None
+
+
+def test_attention_program_is_attention_only(monkeypatch):
+    """Two Mosaic calls a layer, one traced body, the plan outside."""
+    monkeypatch.setattr(tree_attention, "L2", 1 << 16)
+    point, config = tree_attention.Point(2, 128, 9, 8), tree_attention.Config()
+    made = tree_attention.inputs(point)
+    plan = tree_attention.plan_of(point, config, made)
+    run = tree_attention.program(point, config, True, 3)
+    text = run.trace(plan, *made).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2 and text.count("call @_run") == 3

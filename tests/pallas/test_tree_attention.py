@@ -1,5 +1,7 @@
 """The Hopper kernels in the interpreter, with race detection, and their lowering for CUDA."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,14 @@ import pytest
 from attention_cases import KINDS, make_case, pairwise, slow_softmax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.mosaic.gpu import core
+from lossless import poison, prompts_of
+from tiny import tiny_model
 
+import ddtree_jax as dd
+from ddtree_jax import step as steps
 from ddtree_jax.pallas.tree_attention import Config, make_plan, shared_memory, tree_attention
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
+from ddtree_jax.tree import chain
 
 SERIAL = dict(alternate=False, overlap=False)
 SIZES = (1, 2, 7, 8, 9, 17, 31, 32, 33, 63, 64, 65, 128)
@@ -203,6 +210,45 @@ def test_shared_memory_is_what_the_lowering_takes(monkeypatch, d, value, options
     monkeypatch.setattr(core, "_smem_tree_size", watch)
     lowered(2, 130, 3, 64, d, value, 3, **options)
     assert shared_memory(d, value, Config(**options)) in taken
+
+
+def wired_model():
+    """A tiny model in bf16 of a shape the kernels serve."""
+    return tiny_model("bfloat16", num_attention_heads=8, kv_lora_rank=128, qk_rope_head_dim=64)
+
+
+@pytest.mark.parametrize("served", (True, False))
+def test_steps_use_the_kernels_where_they_can(served):
+    """Lowered for CUDA: two calls for all layers, none in float32."""
+    model = wired_model() if served else tiny_model()
+    state = dd.prefill(model, prompts_of((5, 40)), max_new_tokens=8)
+    step = jax.jit(partial(dd.ddtree_step, speculation=dd.Speculation(10, 3)))
+    text = step.trace(model.weights, state).lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(text) == (2 if served else 0)
+    assert calls(step.lower(model.weights, state).as_text()) == 0  # on the CPU at hand
+
+
+@pytest.mark.slow
+def test_verify_through_the_kernels(monkeypatch):
+    """Logits of a whole pass, interpreted, are those of the reference path but for rounding."""
+    model = wired_model()
+    state = poison(dd.prefill(model, prompts_of((5, 70)), max_new_tokens=8))
+    coming = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 6)), jnp.int32)
+    tree = chain(coming[:, 0], coming[:, 1:], jnp.array([5, 2]), state.active)
+
+    def through(*rows, scale, value_size, max_rows):
+        *rows, _ = rows
+        return tree_attention(
+            *rows, scale=scale, value_size=value_size, max_rows=max_rows,
+            config=few(2, 8, max_rows), interpret=True,
+        )[0]  # fmt: skip
+
+    wanted, _ = steps.verify(model.weights.target_module(), state, tree, ())
+    monkeypatch.setattr(steps, "attend", through)
+    found, _ = steps.verify(model.weights.target_module(), state, tree, ())
+    for r, size in enumerate(tree.size.tolist()):
+        a, b = (np.asarray(x[r, :size], np.float32) for x in (found, wanted))
+        assert np.isfinite(a).all() and np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
 
 
 def arguments(m=4, heads=8, d=192, page=64, requests=2, dtype=jnp.bfloat16, width=4):

@@ -1,0 +1,130 @@
+"""Who works on what in tree attention, made on the device from lengths and rows alone.
+
+The blocks of 64 latents of all requests, tree blocks last in each, form one line. It is cut into
+equal shares, one for each gang: as many blocks of threads as a request has tiles. The tiles of a
+request thus read the same page at about the same time, and it comes from memory once. A request
+divided among gangs leaves partial results, at most two a gang, which a second kernel merges. All
+of it is arithmetic on a prefix sum; one plan serves all layers of a pass.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Int32, UInt32
+
+from ddtree_jax.pallas.tree_attention_kernel import TILE
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernels divide their work; results differ by rounding at most."""
+
+    stages: int = 2  # pages in flight
+    alternate: bool = True  # both consumers take turns with the softmax
+    overlap: bool = True  # and do it while a product runs
+    auto_barriers: bool = True  # the compiler's own, around every access to shared memory
+    cluster: int = 1  # tiles that share each page they read: 1, 2 or 4
+    least_share: int = 4  # blocks a gang takes at least: fewer shares, less to merge
+    merge_together: int = 4  # partial results loaded at a time
+    multiprocessors: int = 132
+
+    def __post_init__(self):
+        for name, low, high in (
+            ("stages", 2, 16), ("least_share", 1, 1 << 20), ("merge_together", 1, 16),
+            ("multiprocessors", 1, 1 << 10),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name}={value}: must be an integer from {low} to {high}")
+        if self.cluster not in (1, 2, 4):
+            raise ValueError(f"cluster={self.cluster}: must be 1, 2 or 4")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Plan:
+    """Who works on what, and the mask as the kernel reads it: the same for all layers."""
+
+    requests: Int32[Array, "r1 4"]  # first block, prefix length, first row, rows; last: the end
+    gangs: Int32[Array, "gangs 2"]  # the requests of a gang, from and to
+    share: Int32[Array, " 1"]  # blocks of a gang
+    words: Int32[Array, "w queries"]  # 64 columns of ones, those of every query row, 64 of zeros
+    nodes: Int32[Array, "r nodes"]  # the rows of a request's nodes, M behind them
+    orphans: Int32[Array, " m1"]  # rows of no request, and last how many
+    places: Int32[Array, " m"]  # of a row among the rows of all tiles
+    owned: Bool[Array, " m"]
+
+
+def make_plan(
+    lengths: Int[Array, " r"],
+    row_start: Int[Array, " r1"],
+    ancestors: UInt32[Array, "m w"],
+    *,
+    heads: int,
+    pages: int,
+    max_rows: int | None = None,
+    config: Config = Config(),
+) -> Plan:
+    """The plan of a pass; `pages` is the width of the block tables."""
+    m, words = ancestors.shape
+    max_rows = check_width(max_rows, m, words)
+    tiles, gangs = tiles_and_gangs(heads, max_rows, lengths.shape[0], pages, config)
+    lengths = jnp.clip(lengths.astype(jnp.int32), 0, pages * TILE)
+    first = jnp.clip(row_start[:-1].astype(jnp.int32), 0, m)
+    rows = jnp.clip(row_start[1:].astype(jnp.int32) - first, 0, jnp.minimum(max_rows, m - first))
+    blocks = jnp.where(rows > 0, blocks_of(lengths) + blocks_of(rows), 0)
+    ends = jnp.cumsum(blocks, dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    share = jnp.maximum(-(-ends[-1] // gangs), config.least_share)
+    begin = jnp.arange(gangs, dtype=jnp.int32) * share
+    of_gang = [  # requests that end before the gang begins, and that start before it ends
+        (ends[None] <= begin[:, None]).sum(axis=1, dtype=jnp.int32),
+        (starts[None, :-1] < jnp.minimum(begin + share, ends[-1])[:, None]).sum(
+            axis=1, dtype=jnp.int32
+        ),
+    ]
+    row = jnp.arange(m, dtype=jnp.int32)
+    mine = (row[None] >= first[:, None]) & (row[None] < (first + rows)[:, None])
+    owned, request = mine.any(axis=0), jnp.argmax(mine, axis=0).astype(jnp.int32)
+    orphans = jnp.nonzero(~owned, size=m, fill_value=0)[0].astype(jnp.int32)
+    node = jnp.arange(blocks_of(max_rows) * TILE, dtype=jnp.int32)[None]
+    nodes = jnp.where(node < rows[:, None], first[:, None] + node, m)
+    seen = (ancestors != 0).any(axis=1)
+    nodes = jnp.where(jnp.append(seen, False)[nodes], nodes, m)  # padding rows are no nodes
+    zero = jnp.zeros(1, jnp.int32)
+    table = [starts, *(jnp.concatenate([x, zero]) for x in (lengths, first, rows))]
+    pairs = 2 * -(-max_rows // 64)  # a tree block reads two words
+    mask = jnp.pad(ancestors, ((0, 0), (0, max(0, pairs - words))))[:, :pairs]
+    mask = jnp.repeat(jax.lax.bitcast_convert_type(mask, jnp.int32).T, heads, axis=1)
+    mask = jnp.pad(mask, ((0, 0), (TILE, TILE))).at[:, :TILE].set(-1)
+    return Plan(
+        requests=jnp.stack(table, axis=1),
+        gangs=jnp.stack(of_gang, axis=1),
+        share=share[None],
+        words=mask,
+        nodes=nodes,
+        orphans=jnp.concatenate([orphans, (~owned).sum(dtype=jnp.int32)[None]]),
+        places=request * (tiles * TILE // heads) + row - first[request],
+        owned=owned,
+    )
+
+
+def check_width(max_rows: int | None, m: int, words: int) -> int:
+    limit = min(32 * words, m)
+    width = limit if max_rows is None else max_rows
+    if not 1 <= width <= limit:
+        raise ValueError(f"max_rows={max_rows}: must be from 1 to {limit} (rows, and 32 a word)")
+    return width
+
+
+def blocks_of(tokens):
+    return (tokens + TILE - 1) // TILE
+
+
+def tiles_and_gangs(heads: int, max_rows: int, requests: int, pages: int, config: Config):
+    """Tiles of a request, whole clusters of them, and gangs of so many blocks of threads."""
+    tiles = -(-max_rows * heads // TILE)
+    tiles = -(-tiles // config.cluster) * config.cluster
+    blocks = requests * (pages + -(-max_rows // TILE))  # at most
+    return tiles, max(1, min(config.multiprocessors // tiles, blocks))
