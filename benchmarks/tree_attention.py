@@ -129,14 +129,14 @@ def program(point: Point, config: Config, masked: bool, calls: int) -> Callable:
     """`calls` attentions over the layers of the pool in turn; all outputs are kept."""
 
     def run(plan, queries, latents, pool, *rest):
-        layers = pool.shape[0]
+        in_turn = itertools.islice(itertools.cycle(range(pool.shape[0])), calls)
+        keywords = dict(max_rows=point.width, config=config, plan=plan, masked=masked)
         return [
             tree_attention(
-                queries, latents[i % layers], pool, i % layers, *rest, scale=SCALE, value_size=VALUE,
-                max_rows=point.width, config=config, plan=plan, masked=masked,
+                queries, latents[i], pool, i, *rest, scale=SCALE, value_size=VALUE, **keywords
             )[0]
-            for i in range(calls)
-        ]  # fmt: skip
+            for i in in_turn
+        ]
 
     return jax.jit(run)
 

@@ -238,6 +238,6 @@ def shared_memory(d: int, value: int, config: Config) -> int:
     pages = 2 * config.stages * TILE * d
     weights = 2 * config.stages * TILE * TILE if d - value < TILE else 0
     stats = 4 * (config.stages + 2) * 2 * TILE
-    barriers = 8 * (1 + 2 * config.stages + 2 + 1 + 1)
+    barriers = 8 * (3 + 4 * config.stages)
     buffers = 2 * TILE * d, pages, weights, stats, kernel.SCRATCH
     return sum(map(aligned, buffers)) + barriers

@@ -87,7 +87,9 @@ def scratch_types(s: Shapes) -> dict:
         q_full=plgpu.Barrier(num_arrivals=s.tile_rows),
         kv_full=plgpu.Barrier(num_barriers=s.stages),
         kv_free=kv_free,
-        p_full=plgpu.Barrier(num_barriers=2),  # by leader
+        # By leader and stage. One a leader would not do: it may lead the next block before the
+        # other has seen that this one is led, and a barrier must not run two phases ahead.
+        p_full=plgpu.Barrier(num_barriers=(2, s.stages)),
         sums_full=plgpu.Barrier(num_arrivals=2),
         done=plgpu.Barrier(),  # warpgroup 1 has stored its part
         **(dict(p_s=weights) if s.separate_weights else {}),
@@ -262,7 +264,7 @@ def attend(s: Shapes):
                 if s.alternate:
                     stats_s[slot, 1] = top
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(p_full.at[wg])
+                plgpu.barrier_arrive(p_full.at[wg, slot])
 
             def clean(seg, j, slot):
                 """Zero the values behind the prefix: 0 * NaN is NaN. Tree blocks are clean."""
@@ -311,7 +313,7 @@ def attend(s: Shapes):
                 """Wait for the other's weights of block j: rescaled carry, and the new maximum."""
                 acc, top, total = carry
                 slot = slot_of(t + j)
-                plgpu.barrier_wait(p_full.at[1 - wg])
+                plgpu.barrier_wait(p_full.at[1 - wg, slot])
                 alpha = stat(slot, 0)
                 if s.alternate:
                     top, total = stat(slot, 1), total * alpha

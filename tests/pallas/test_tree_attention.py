@@ -55,7 +55,7 @@ def few(gangs: int, heads: int, width: int, **options) -> Config:
 
 FAST = [  # sizes, prefixes, kind, heads, latent, value, gangs, options
     ((2,), (130,), "chain", 64, 576, 512, 2, {}),
-    ((1, 1), (65, 0), "chain", 64, 192, 128, 2, SERIAL),
+    ((1, 1), (200, 0), "chain", 64, 192, 128, 1, SERIAL),
     ((9, 3), (64, 63), "best-first", 8, 192, 128, 3, {}),
     ((33,), (1,), "comb", 8, 128, 128, 2, dict(stages=3)),
     ((5, 1), (70, 3), "star", 16, 320, 192, 2, dict(overlap=False, auto_barriers=False)),
