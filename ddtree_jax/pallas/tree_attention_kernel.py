@@ -76,7 +76,7 @@ def scratch_types(s: Shapes) -> dict:
         )
     else:
         kv_free = plgpu.Barrier(num_arrivals=free, num_barriers=s.stages)
-    queries = smem((TILE, s.d), bf16, transforms=TILED)
+    queries = smem((1, TILE, s.d), bf16, transforms=TILED)
     results = [smem((TILE, s.columns(wg)[1]), bf16, transforms=TILED) for wg in range(2)]
     weights = smem((s.stages, TILE, TILE), bf16, transforms=TILED)
     return dict(
@@ -221,11 +221,15 @@ def attend(s: Shapes):
             def stat(i, kind):
                 return plgpu.load(stats_s.at[i, kind], layout=ROW, optimized=False)
 
-            def scores(seg, j, slot):
+            def scores(seg, t, j, slot):
                 """Scores in units of log2, -inf where the mask forbids."""
 
+                # Always 0, which the compiler cannot know: else it keeps the addresses of all 36
+                # parts of the queries in registers, and spills them.
+                nought = lax.shift_right_logical(t + j, jnp.int32(30))
+
                 def product(acc):
-                    plgpu.wgmma(acc, q_s, kv_s.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc, q_s.at[nought], kv_s.at[slot].transpose((1, 0)))
                     return acc[...]
 
                 x = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
@@ -303,7 +307,7 @@ def attend(s: Shapes):
                 acc, top, total = carry
                 slot = slot_of(t + j)
                 plgpu.barrier_wait(kv_full.at[slot])
-                x = scores(seg, j, slot)
+                x = scores(seg, t, j, slot)
                 p, alpha, top, total = softmax(x, top, total)
                 publish(slot, p, alpha, top)
                 acc = accumulate(acc * row_vector(alpha, acc), seg, j, slot)
@@ -329,7 +333,7 @@ def attend(s: Shapes):
                 """Follow block j - 1 while leading j: its softmax hides behind that product."""
                 before, slot = slot_of(t + j - 1), slot_of(t + j)
                 plgpu.barrier_wait(kv_full.at[slot])
-                x = scores(seg, j, slot)
+                x = scores(seg, t, j, slot)
                 plgpu.barrier_wait(kv_full.at[before])
                 acc, top, total = heard(seg, t, j - 1, carry)
                 if s.overlap:
@@ -354,7 +358,9 @@ def attend(s: Shapes):
                     for i in range(s.tile_rows):
                         row = jnp.minimum(seg.row + first_node + i, s.rows - 1)
                         rows = q.at[pl.ds(row * s.heads, s.heads)]
-                        plgpu.copy_gmem_to_smem(rows, q_s.at[pl.ds(i * s.heads, s.heads)], q_full)
+                        plgpu.copy_gmem_to_smem(
+                            rows, q_s.at[0, pl.ds(i * s.heads, s.heads)], q_full
+                        )
                 plgpu.barrier_wait(q_full)
                 carry = (
                     filled(0, (TILE, columns), MATRIX),
