@@ -162,7 +162,14 @@ def plan_if_supported(
     value_size: int,
     max_rows: int,
 ) -> Plan | None:
-    """The plan of a pass, for all its layers; None where only the reference can serve."""
+    """The plan of a pass, for all its layers; None where only the reference can serve.
+
+    That is: a shape or dtype that `check` refuses, and NVIDIA GPUs other than Hopper.
+    """
+    if jax.default_backend() == "gpu" and any(
+        getattr(device, "compute_capability", None) != "9.0" for device in jax.local_devices()
+    ):
+        return None
     m, d = ancestors.shape[0], pool.shape[3]
     shape, config = jax.ShapeDtypeStruct, best_config(heads, max_rows)
     queries, latents = shape((m, heads, d), pool.dtype), shape((m, d), pool.dtype)

@@ -123,8 +123,7 @@ def test_more_than_two_to_the_31_elements():
 @pytest.mark.parametrize("rows", (1, 9, 33))
 def test_bundled_model_teacher_forced(monkeypatch, rows):
     """At least 99.5% of the reference path's tokens; others at near-ties of bf16 only."""
-    model = dd.load("kimi-nano")
-    assert model.weights.dtype == jnp.bfloat16
+    model = dd.load("kimi-nano", dtype="bfloat16")
     ids = [model.tokenizer.encode(text) for text in load("code_long", 8)]
 
     def logits_of(weights, state, tree):
