@@ -258,3 +258,34 @@ def test_attention_program_is_attention_only(monkeypatch):
     run = tree_attention.program(point, config, True, 3)
     text = run.trace(plan, *made).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2 and text.count("call @_run") == 3
+
+
+@pytest.mark.parametrize("stage", ("check", "all"))
+def test_attention_benchmark_runs(monkeypatch, tmp_path, stage, capsys):
+    """Every stage on tiny points, the reference in the kernels' place."""
+
+    def stand_in(*arguments, config, plan, masked, **keywords):
+        return tree_attention.tree_attention_reference(*arguments, **keywords)
+
+    bench, small = tree_attention, [tree_attention.Point(1, 64, n, 8) for n in (1, 9)]
+    monkeypatch.setattr(bench, "tree_attention", stand_in)
+    monkeypatch.setattr(bench, "L2", 1 << 16)
+    monkeypatch.setattr(bench, "CALLS", 1)
+    monkeypatch.setattr(bench, "ceilings", lambda: {"read_bytes_per_s": 1.0, "bf16_flops": 1.0})
+    monkeypatch.setattr(bench.Timed, "sample", lambda self: 10.0 * self.config.stages)
+    monkeypatch.setattr(bench, "CONFIGS", [bench.Config(stages=3), bench.Config()])
+    for name, points in (("ALL", small), ("SCREENED", small), ("CHECKED", small[:1])):
+        monkeypatch.setattr(bench, name, points)
+    monkeypatch.setattr(bench, "MASK", small[1])
+    path = tmp_path / "attention.json"
+    bench.main(["--stage", stage, "--output", str(path), "--workers", "1"])
+    assert "20.0 us" in capsys.readouterr().out
+    assert path.exists() == (stage == "all")
+    if stage == "all":
+        result = json.loads(path.read_text())
+        assert [p["us"] for p in result["points"]] == [20.0, 20.0]
+        assert {"requests", "context", "width", "heads", "us", "max_rel_error"} <= set(
+            result["points"][0]
+        )
+        assert result["points"][1]["max_rel_error"] < 1e-2
+        assert result["summary"]["mask_cost"] == 0 and len(result["notes"]) == 4
