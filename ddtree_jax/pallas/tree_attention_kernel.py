@@ -222,8 +222,7 @@ def attend(s: Shapes):
                 return plgpu.load(stats_s.at[i, kind], layout=ROW, optimized=False)
 
             def scores(seg, t, j, slot):
-                """Scores in units of log2, -inf where the mask forbids."""
-
+                """Products of queries and latents, -inf where the mask forbids."""
                 # Always 0, which the compiler cannot know: else it keeps the addresses of all 36
                 # parts of the queries in registers, and spills them.
                 nought = lax.shift_right_logical(t + j, jnp.int32(30))
@@ -354,7 +353,7 @@ def attend(s: Shapes):
                 return lax.fori_loop(low, high, one, carry)
 
             def work(seg, t):
-                if wg == 0:  # the only one that reads the queries' places: it owns their memory
+                if wg == 0:  # which has waited for `done`: their memory is free
                     for i in range(s.tile_rows):
                         row = jnp.minimum(seg.row + first_node + i, s.rows - 1)
                         rows = q.at[pl.ds(row * s.heads, s.heads)]
