@@ -24,10 +24,12 @@ def prefill(
     prompts: Sequence[Prompt],
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     max_new_tokens: int = 128,
+    count_experts: bool = False,
 ) -> DecodeState:
     """Run the prompts through the target, fill both caches, and sample each first token.
 
     Each prompt runs alone, padded to a power of two, so that a batch changes nothing for it.
+    `count_experts` makes every step note how many experts its rows went to.
     """
     weights, config = model.weights, model.config
     ids, samplings = check_request(model, prompts, sampling, max_new_tokens)
@@ -50,7 +52,12 @@ def prefill(
         reason=jnp.zeros(requests, jnp.int32),
         depth=jnp.zeros((requests, capacity), jnp.int32),
         rank=jnp.full((requests, capacity), -1, jnp.int32),
-        nodes=jnp.zeros(requests, jnp.int32),
+        nodes=jnp.zeros((requests, capacity), jnp.int32),
+        experts=(
+            jnp.zeros((requests, capacity, config.num_moe_layers), jnp.int32)
+            if count_experts and config.num_moe_layers
+            else None
+        ),
     )
     for request, tokens in enumerate(ids):
         padded = np.zeros(max(64, _power_of_two(len(tokens))), np.int32)
@@ -101,7 +108,9 @@ def prefill_request(weights: Weights, state: DecodeState, request, tokens, lengt
         root=jnp.where(own & ~failed, first, state.root),
     )
     token, zero = state.root[:, None], jnp.zeros_like(state.root[:, None])
-    return emit(state, token, (own & ~failed).astype(jnp.int32), failed, zero, zero - 1)
+    none = None if state.experts is None else jnp.zeros_like(state.experts[:, 0])
+    given = (own & ~failed).astype(jnp.int32)
+    return emit(state, token, given, failed, zero, zero - 1, zero[:, 0], none)
 
 
 def check_request(

@@ -150,7 +150,19 @@ def _step(
         (rows.latents, rows.taps, state.cache, path)
     )
     cache = commit(cache, drafter, state, nodes, latents, taps, path, length)
-    return _advance(replace(state, cache=cache), nodes, path, length, bonus)
+    experts = None if state.experts is None else distinct_experts(weights, rows, nodes)
+    return _advance(replace(state, cache=cache), nodes, path, length, bonus, experts)
+
+
+def distinct_experts(weights: Weights, rows: Rows, tree: Tree) -> Int[Array, "r moe_layers"]:
+    """How many experts of every MoE layer a request's rows went to; unused rows go to none."""
+    requests, nodes = tree.tokens.shape
+    layers, _, k = rows.experts.shape
+    ids = rows.experts.reshape(layers, requests, nodes * k)
+    layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
+    request = jnp.arange(requests, dtype=jnp.int32)[None, :, None]
+    touched = jnp.zeros((layers, requests, weights.config.n_routed_experts), bool)
+    return touched.at[layer, request, ids].set(True, mode="drop").sum(axis=-1, dtype=jnp.int32).T
 
 
 def _tap_layers(weights: Weights) -> tuple[int, ...]:
@@ -258,7 +270,7 @@ def commit(
     )
 
 
-def _advance(state: DecodeState, tree: Tree, path, length, bonus) -> DecodeState:
+def _advance(state: DecodeState, tree: Tree, path, length, bonus, experts) -> DecodeState:
     """Emit the path's drafted tokens and the bonus, and make the bonus the next root."""
     offset = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     accepted = jnp.maximum(length - 1, 0)
@@ -279,10 +291,11 @@ def _advance(state: DecodeState, tree: Tree, path, length, bonus) -> DecodeState
         failed,
         run(tree.depth, zero),
         run(tree.rank, zero - 1),
+        jnp.maximum(tree.size - 1, 0),
+        experts,
     )
     return replace(
         state,
         lengths=state.lengths + length,
         root=jnp.where(active & ~failed, bonus, state.root),
-        nodes=state.nodes + jnp.maximum(tree.size - 1, 0),
     )
