@@ -310,7 +310,8 @@ def test_load(folder, tmp_path):
     refused("mesh='all'", dd.load, folder, mesh="all")
     refused("plan='tensor'", dd.load, folder, plan="tensor")
     refused("nowhere", dd.load, folder, drafter=tmp_path / "nowhere", **missing)
-    refused("hidden_size is missing", dd.load, folder, drafter=folder)  # the target is no drafter
+    said = "config.json: model_type='kimi_k25' is not supported: must be 'qwen3'"
+    refused(said, dd.load, folder, drafter=folder)
     copy = shutil.copytree(folder, tmp_path / "copy")
     shutil.rmtree(copy / "dflash")
     assert dd.load(copy).drafter_config is None
