@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ddtree_jax.checks import require
 from ddtree_jax.config import Sampling, Speculation
 from ddtree_jax.loading import Model
-from ddtree_jax.prefill import Prompt, check_request, prefill
+from ddtree_jax.prefill import Prompt, check_request, listed, prefill
 from ddtree_jax.state import REASONS, RUNNING, DecodeState, Weights
 from ddtree_jax.step import autoregressive_step, ddtree_step, dflash_step, served_block_size
 from ddtree_jax.stops import EVERY, end_requests, find, held_back, visible
@@ -103,6 +104,9 @@ def stream(
     """
     if model.tokenizer is None:
         raise ValueError("this model has no tokenizer: use generate with token ids")
+    ok = isinstance(prompt, str) or listed(prompt) is not None
+    require(ok, "prompt", prompt, "a text or a list of token ids")
+    require(isinstance(sampling, Sampling), "sampling", sampling, "a Sampling")
     step = Method(method, speculation, model.weights)
     check_request(model, [prompt], sampling, max_new_tokens)
     return _stream(model, prompt, step, sampling, max_new_tokens, done)
@@ -148,6 +152,8 @@ class Method:
     def __init__(self, method: str, speculation: Speculation, weights: Weights):
         if method not in METHODS:
             raise ValueError(f"method={method!r}: must be one of {', '.join(METHODS)}")
+        ok = isinstance(speculation, Speculation)
+        require(ok, "speculation", speculation, "a Speculation")
         vocab = weights.config.vocab_size
         if speculation.top_k > vocab:
             raise ValueError(

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.cache import Cache, scatter_tokens
+from ddtree_jax.checks import is_int, require
 from ddtree_jax.config import PAGE_SIZE, Speculation
 from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention
 from ddtree_jax.model.kimi import Kimi, Rows
@@ -55,6 +56,7 @@ def ddtree_step(
     weights: Weights, state: DecodeState, *, speculation: Speculation = Speculation()
 ) -> DecodeState:
     """Verify the `budget` most probable prefixes as a tree of budget+1 rows (DDTree)."""
+    require(isinstance(speculation, Speculation), "speculation", speculation, "a Speculation")
     if speculation.budget == 0:
         return autoregressive_step(weights, state)
     if speculation.top_k > weights.config.vocab_size:
@@ -71,9 +73,9 @@ def served_block_size(weights: Weights, block_size: int | None) -> int:
         raise ValueError("this model has no drafter: only method='autoregressive' can run")
     trained = weights.drafter_config.block_size
     block = trained if block_size is None else block_size
-    if not 2 <= block <= trained:
-        raise ValueError(f"block_size={block}: must be from 2 to the drafter's {trained}")
-    return block
+    ok = is_int(block) and 2 <= block <= trained
+    require(ok, "block_size", block, f"from 2 to the drafter's {trained}")
+    return int(block)
 
 
 def draft_and_walk(
