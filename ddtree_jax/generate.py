@@ -44,8 +44,8 @@ class Completion:
     accept_by_depth: list[float]
     accept_by_rank: list[float]
     drafted_nodes: int
-    experts_touched: list[float] | None
     seconds: float
+    experts_touched: list[float] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -251,8 +251,8 @@ def completion(
             int((drafted == r).sum()) / len(drafted) if len(drafted) else 0.0 for r in range(ranks)
         ],
         drafted_nodes=int(nodes[ends].sum()),
-        experts_touched=experts,
         seconds=seconds,
+        experts_touched=experts,
     )
 
 

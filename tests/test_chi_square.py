@@ -1,20 +1,19 @@
-"""20,000 decodings of nano against its own law, for both acceptance rules (`chi_square`)."""
+"""Many decodings of nano against its own law, for all acceptance rules."""
 
 import jax
 import numpy as np
 import pytest
-from chi_square import p_values, pearson
 
 import ddtree_jax as dd
-from benchmarks.prompts import load
+from benchmarks.chi_square import p_values, pearson
 
-TEXT = load("prose_short", 3)[2]
+TEXT = "This option sets the"  # where many words may follow
 CASES = [("ddtree", "coupled"), ("ddtree", "rejection"), ("dflash", "rejection")]
 
 
 def run(method, acceptance, samples, seed, dtype, batch):
     model = dd.load("kimi-nano", dtype=dtype)
-    prompt = model.tokenizer.encode(TEXT)[:48]
+    prompt = model.tokenizer.encode(TEXT)
     speculation = dd.Speculation(4, 4, 4, acceptance)
     seeds = np.arange(samples) + seed * samples
     law = dd.Sampling(0.9, top_p=0.98)
