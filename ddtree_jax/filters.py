@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from ddtree_jax.select import largest
+from ddtree_jax.select import largest_values
 
 HEAD = 128
 
@@ -30,8 +30,7 @@ def threshold(
     Off are: top_k = 0, top_p = 1, min_p = 0.
     """
     x = x.astype(jnp.float32)
-    top = x.max(axis=-1)
-    found, settled = _in_head(x, top, top_k, top_p)
+    found, settled, top = _in_head(x, top_k, top_p)
     cut = lax.cond(
         settled.all(),
         lambda: found,
@@ -40,10 +39,12 @@ def threshold(
     return jnp.maximum(cut, top + jnp.log(min_p))  # -inf where off
 
 
-def _in_head(x, top, top_k, top_p):
-    """The threshold of top-k and top-p if it lies among the HEAD largest, and whether it does."""
+def _in_head(x, top_k, top_p):
+    """The threshold of top-k and top-p if it lies among the HEAD largest, whether it does, and the
+    largest logit."""
     v = x.shape[-1]
-    values, _ = largest(x, min(HEAD, v))
+    values = largest_values(x, min(HEAD, v))
+    top = values[..., 0]
     weight = jnp.exp(values - _finite(top)[..., None])
     # Below the head nothing is known; equal to its last value, a tie may go on below.
     edge = values[..., -1] if v > HEAD else jnp.full_like(top, -jnp.inf)
@@ -61,7 +62,7 @@ def _in_head(x, top, top_k, top_p):
     whole = edge == -jnp.inf
     k_settled = (top_k == 0) | (kth > edge) | whole
     p_settled = (top_p >= 1) | (nucleus > edge) | ((top_k > 0) & k_settled) | whole
-    return jnp.maximum(kth, nucleus), k_settled & p_settled
+    return jnp.maximum(kth, nucleus), k_settled & p_settled, top
 
 
 def _by_counting(x, top, top_k, top_p):

@@ -91,17 +91,17 @@ def log_law(logits: Float[Array, "r *rows v"], law: Law) -> Float[Array, "r *row
     change it.
     """
     x = tempered(logits, law)
-    t = _per_row(law.temperature, x)
-    filters = (law.top_k > 0) | (law.top_p < 1) | (law.min_p > 0)
+    sampled = law.temperature > 0
+    filters = sampled & ((law.top_k > 0) | (law.top_p < 1) | (law.min_p > 0))
 
-    def filtered(x):
-        rows = x.shape[:-1]
+    def least():
         each = (law.top_k, law.top_p, law.min_p)
-        least = threshold(x, *(jnp.broadcast_to(_per_row(f, x[..., 0]), rows) for f in each))
-        kept = x.astype(jnp.float32) >= least[..., None]
-        return jnp.where(kept | (t <= 0), x, -jnp.inf)
+        return threshold(x, *(jnp.broadcast_to(_per_row(f, x[..., 0]), x.shape[:-1]) for f in each))
 
-    return lax.cond((filters & (law.temperature > 0)).any(), filtered, lambda x: x, x)
+    # Only thresholds leave the branches: logits that did would be copied.
+    edge = lax.cond(filters.any(), least, lambda: jnp.full(x.shape[:-1], -jnp.inf, jnp.float32))
+    kept = (x.astype(jnp.float32) >= edge[..., None]) | ~_per_row(filters, x)
+    return jnp.where(kept, x, -jnp.inf)
 
 
 def _per_row(values: Float[Array, " r"], like) -> Array:
@@ -113,14 +113,15 @@ def bar_stops(
 ) -> Float[Array, "r n v"]:
     """-inf for the request's stop ids in the rows that must not stop yet."""
 
-    def bar(logits):
-        vocab = logits.shape[-1]
+    vocab = logits.shape[-1]
+
+    def mask():
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
         ids = jnp.where(stop_ids >= 0, stop_ids, vocab)
-        stops = jnp.zeros((logits.shape[0], vocab), bool).at[rows, ids].set(True, mode="drop")
-        return jnp.where(barred[..., None] & stops[:, None], -jnp.inf, logits)
+        return jnp.zeros((logits.shape[0], vocab), bool).at[rows, ids].set(True, mode="drop")
 
-    return lax.cond(barred.any(), bar, lambda logits: logits, logits)
+    stops = lax.cond(barred.any(), mask, lambda: jnp.zeros((logits.shape[0], vocab), bool))
+    return jnp.where(barred[..., None] & stops[:, None], -jnp.inf, logits)
 
 
 def choose(scores: Float[Array, "*rows v"], broken: Bool[Array, "*rows"]) -> Int[Array, "*rows"]:

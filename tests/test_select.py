@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from ddtree_jax.select import largest
+from ddtree_jax.select import largest, largest_values
 
 
 @pytest.mark.parametrize("kind", ("plain", "tied", "infinite", "constant", "sorted"))
@@ -25,6 +25,7 @@ def test_equals_top_k(kind, v, count):
     wanted, at = lax.top_k(jnp.asarray(x), count)
     np.testing.assert_array_equal(values, wanted)
     np.testing.assert_array_equal(places, at)
+    np.testing.assert_array_equal(largest_values(jnp.asarray(x), count), wanted)
 
 
 @pytest.mark.parametrize("count", (0, 6))
