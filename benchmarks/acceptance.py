@@ -93,9 +93,10 @@ def measure(model: Model, mix: str, temperature: str, trace: Trace) -> list[dict
 def check(model: Model, texts, samplings, trace: Trace, args) -> dict:
     """Decode some prompts with the real steps; count those whose passes differ from the replay."""
     differ = done = 0
-    for method, budget, top_k in (("dflash", 7, 1), ("ddtree", 8, 4), ("ddtree", 16, 8)):
-        expected = replay(trace, model.drafter_config.horizon if top_k == 1 else budget, top_k)
-        chosen = slice(0, args.checks)
+    chosen = slice(0, args.checks)
+    horizon = model.drafter_config.horizon
+    for method, budget, top_k in (("dflash", horizon, 1), ("ddtree", 8, 4), ("ddtree", 16, 8)):
+        expected = replay(trace, budget, top_k)
         out = generate(
             model, texts[chosen], method, Speculation(budget, top_k), samplings[chosen],
             args.new_tokens,

@@ -7,7 +7,7 @@ order (pairs are neighbours) into half-split order (`model.rope`).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def load_target(folder: str | Path, dtype) -> tuple[KimiConfig, Leaves]:
 
     FileNotFoundError or ValueError names what is missing, unexpected, or unlike the config.
     """
-    config = read_target_config(read_json(folder, CONFIG))
+    config = _read_config(folder, read_target_config)
     shards = Shards(folder)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in shards.names) else ""
     return config, _load(shards, leaves_by_path(config, dtype), _target_pieces(config, prefix))
@@ -68,7 +68,7 @@ def load_drafter(
     folder: str | Path, dtype, target_config: KimiConfig
 ) -> tuple[DFlashConfig, Leaves]:
     """Read a DFlash drafter that fits the target; raises as `load_target`."""
-    config = read_drafter_config(read_json(folder, CONFIG))
+    config = _read_config(folder, read_drafter_config)
     config.check_target(target_config)
     return config, _load(Shards(folder), leaves_by_path(config, dtype), _drafter_pieces(config))
 
@@ -128,6 +128,15 @@ def leaves_from_internal(
         if len(set(floats)) == 2:
             raise ValueError(f"{path}: dtype {tensors[path].dtype}, must convert to {leaf.dtype}")
     return tuple(jnp.asarray(tensors[path], leaf.dtype) for path, leaf in wanted.items())
+
+
+def _read_config(folder: str | Path, read: Callable[[Any], Any]):
+    """What `read` makes of the folder's `config.json`; its ValueErrors name the file."""
+    published = read_json(folder, CONFIG)
+    try:
+        return read(published)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{Path(folder) / CONFIG}: {error}") from error
 
 
 def _target_pieces(config: KimiConfig, prefix: str) -> list[Piece]:

@@ -27,12 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"ddtree_jax: error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of our output went away
         sys.stderr.close()
         return 1
+    except (ValueError, OSError) as error:
+        print(f"ddtree_jax: error: {error}", file=sys.stderr)
+        return 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -149,9 +149,11 @@ def _budget(method: str, budget: int, done: Completion) -> int:
 
 
 def _summary(results: list[tuple[str, Completion]]) -> Table:
+    """At most 80 columns wide up to a horizon of 7; acceptance in percent."""
     table = Table(header_style="bold", box=None, pad_edge=False)
     for name in (
-        "method", "verify passes", "tokens", "accept length", "acceptance by depth", "tokens/s"
+        "method", "verify\npasses", "tokens", "accept\nlength", "acceptance\nby depth, %",
+        "tokens/s",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name == "method" else "right")
     for method, done in results:
@@ -160,7 +162,7 @@ def _summary(results: list[tuple[str, Completion]]) -> Table:
             str(done.verify_passes),
             str(len(done.tokens)),
             f"{done.accept_length:.2f}",
-            " ".join(f"{a:.2f}" for a in done.accept_by_depth) or "-",
+            " ".join(f"{100 * a:.0f}" for a in done.accept_by_depth) or "-",
             f"{done.tokens_per_second:.1f}",
         )
     return table
@@ -191,7 +193,7 @@ def _explain(console: Console, model: Model, equal: bool) -> None:
     verdict = "All methods wrote the same text" if equal else "Some texts differ"
     console.print(
         f"{verdict}, greedily, with {model.name}. Accept length: tokens committed per verify pass, "
-        "the bonus counted, the token that prefill samples not. Acceptance by depth: share of "
-        "passes that committed a drafted token that deep. Tokens/s: of one prompt in the batch of "
-        "three; CPU figures say nothing about a GPU."
+        "the bonus counted, the token that prefill samples not. Acceptance by depth: of 100 "
+        "passes, those that committed a drafted token that deep. Tokens/s: of one prompt in the "
+        "batch of three; CPU figures say nothing about a GPU."
     )

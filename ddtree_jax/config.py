@@ -5,10 +5,12 @@ Field names are the published ones, so that a config can be compared with its fi
 """
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from ddtree_jax.checks import check_types, is_int, is_number, make_plain, plain, require, show
 
 PAGE_SIZE = 64  # tokens of one cache page
+MOST_LAYERS = 1024  # of a model that is no slip of the pen
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,16 @@ class Yarn:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self):
-        _check_types(self, "rope_scaling.")
-        require(self.factor >= 1, "rope_scaling.factor", self.factor, "at least 1")
-        require(
-            self.original_max_position_embeddings > 0,
-            "rope_scaling.original_max_position_embeddings",
-            self.original_max_position_embeddings,
-            "positive",
-        )
+        prefix = "rope_scaling."
+        check_types(self, prefix)
+        require(self.factor >= 1, prefix + "factor", self.factor, "at least 1")
+        for name in ("original_max_position_embeddings", "beta_slow", "attention_factor"):
+            value = getattr(self, name)
+            require(value > 0, prefix + name, value, "positive")
+        ok = self.beta_fast >= self.beta_slow
+        require(ok, prefix + "beta_fast", self.beta_fast, f"at least beta_slow={self.beta_slow}")
+        ok = self.mscale_all_dim >= 0
+        require(ok, prefix + "mscale_all_dim", self.mscale_all_dim, "0 or greater")
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -73,17 +77,17 @@ class KimiConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        _check_types(self)
+        check_types(self)
         positive = [
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
             "intermediate_size", "max_position_embeddings", "rms_norm_eps", "latent_norm_eps",
-            "rope_theta",
         ]  # fmt: skip
         if self.num_moe_layers:
             positive += ["moe_intermediate_size", "n_routed_experts"]
         for name in positive:
             require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+        _check_stack(self)
         ok = self.q_lora_rank is None or (is_int(self.q_lora_rank) and self.q_lora_rank > 0)
         require(ok, "q_lora_rank", self.q_lora_rank, "None or positive")
         require(self.n_shared_experts >= 0, "n_shared_experts", self.n_shared_experts, "0 or more")
@@ -152,13 +156,13 @@ class DFlashConfig:
     yarn: Yarn | None = None
 
     def __post_init__(self):
-        _check_types(self)
+        check_types(self)
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "vocab_size",
-            "num_target_layers",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size", "num_target_layers",
         ):  # fmt: skip
             require(getattr(self, name) > 0, name, getattr(self, name), "positive")
+        _check_stack(self)
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
         require(self.block_size >= 2, "block_size", self.block_size, "at least 2")
         require(
@@ -175,9 +179,9 @@ class DFlashConfig:
         )
         for kind in self.layer_types:
             require(kind in _LAYER_TYPES, "layer_types", kind, f"one of {_LAYER_TYPES}")
-        if "sliding_attention" in self.layer_types:
-            ok = is_int(self.sliding_window) and self.sliding_window > 0
-            require(ok, "sliding_window", self.sliding_window, "positive")
+        window, needed = self.sliding_window, "sliding_attention" in self.layer_types
+        ok = not needed if window is None else is_int(window) and window > 0
+        require(ok, "sliding_window", window, "positive" if needed else "None or positive")
         require(
             bool(self.target_layer_ids)
             and all(is_int(i) and 0 <= i < self.num_target_layers for i in self.target_layer_ids),
@@ -216,7 +220,8 @@ class DFlashConfig:
 class Sampling:
     """How the target is sampled, and when a request stops.
 
-    The law: logits over `temperature` (0 is greedy), then the `top_k` largest (0: all), then the
+    The law: logits over `temperature` (0: greedy; else from 1e-30 to 1e30, beyond which float32
+    overflows, and ValueError is raised), then the `top_k` largest (0: all), then the
     smallest set of them with mass `top_p` (1: all), then those at least `min_p` times as likely as
     the likeliest (0: all); ties at an edge are kept whole. `seed` keys the noise.
 
@@ -245,14 +250,17 @@ class Sampling:
             value = getattr(self, name)
             ok = isinstance(value, (list, tuple))
             require(ok, name, value, "a list")
-            object.__setattr__(self, name, tuple(value))
-        ok = is_number(self.temperature) and self.temperature >= 0
-        require(ok, "temperature", self.temperature, "finite, 0 or greater")
+            object.__setattr__(self, name, tuple(map(plain, value)))
+        make_plain(self)
+        t = self.temperature
+        ok = is_number(t) and (t == 0 or 1e-30 <= t <= 1e30)
+        require(ok, "temperature", t, "finite, 0 or from 1e-30 to 1e30")
         ok = is_int(self.seed) and 0 <= self.seed < 2**32
         require(ok, "seed", self.seed, "an integer from 0 to 2**32-1")
         for name in ("top_k", "min_new_tokens"):
             value = getattr(self, name)
-            require(is_int(value) and value >= 0, name, value, "an integer, 0 or greater")
+            ok = is_int(value) and 0 <= value < 2**31
+            require(ok, name, value, "an integer, 0 or greater, below 2**31")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             require(is_number(value) and 0 <= value <= 1, name, value, "from 0 to 1")
@@ -262,8 +270,8 @@ class Sampling:
             require(isinstance(text, str) and text != "", "stop", text, "strings of at least 1")
         for name in _UNSUPPORTED:
             value, neutral = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if value != neutral:
-                raise ValueError(f"{name}={value!r} is not supported: must be {neutral!r}")
+            if value is not neutral and not (is_number(value) and value == neutral):
+                raise ValueError(f"{name}={show(value)} is not supported: must be {neutral!r}")
 
 
 ACCEPTANCE = ("coupled", "rejection")
@@ -285,6 +293,7 @@ class Speculation:
     acceptance: str = "coupled"
 
     def __post_init__(self):
+        make_plain(self)
         require(is_int(self.budget) and self.budget >= 0, "budget", self.budget, "0 or greater")
         require(is_int(self.top_k) and self.top_k >= 1, "top_k", self.top_k, "1 or greater")
         ok = self.block_size is None or (is_int(self.block_size) and self.block_size >= 2)
@@ -293,32 +302,11 @@ class Speculation:
         require(ok, "acceptance", self.acceptance, "one of " + ", ".join(ACCEPTANCE))
 
 
-def is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value) -> bool:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return known and math.isfinite(value)
-
-
-def _check_types(config, prefix: str = "") -> None:
-    """Raise ValueError for a field declared int, float or bool that holds something else."""
-    kinds = {
-        int: (is_int, "an integer"),
-        float: (is_number, "a finite number"),
-        bool: (lambda value: isinstance(value, bool), "true or false"),
-    }
-    for entry in fields(config):
-        if entry.type in kinds:
-            fits, wanted = kinds[entry.type]
-            value = getattr(config, entry.name)
-            require(fits(value), prefix + entry.name, value, wanted)
-
-
-def require(ok: bool, name: str, value: Any, wanted: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: must be {wanted}")
+def _check_stack(config) -> None:
+    """What both models ask of their layers."""
+    layers, theta = config.num_hidden_layers, config.rope_theta
+    require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"at most {MOST_LAYERS}")
+    require(theta > 1, "rope_theta", theta, "greater than 1")
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")

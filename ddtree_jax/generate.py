@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ddtree_jax.checks import require
 from ddtree_jax.config import Sampling, Speculation
 from ddtree_jax.loading import Model
-from ddtree_jax.prefill import Prompt, check_request, prefill
+from ddtree_jax.prefill import Prompt, check_request, listed, prefill
 from ddtree_jax.state import REASONS, RUNNING, DecodeState, Weights
 from ddtree_jax.step import autoregressive_step, ddtree_step, dflash_step, served_block_size
 from ddtree_jax.stops import EVERY, end_requests, find, held_back, visible
@@ -28,9 +29,10 @@ class Completion:
     `accept_length` is tokens committed per verify pass, the bonus counted; `accept_by_depth[d]` the
     share of passes that committed a drafted token at depth d+1, `accept_by_rank[k]` the share of
     accepted drafts that were their parent's (k+1)th candidate, `drafted_nodes` the tree nodes
-    verified in all passes, those of a cut overrun included. `tokens` holds a final stop id, `text`
-    does not; a stop string is cut from the text and ends the tokens. `seconds` is the decode time
-    of the whole batch, prefill and compilation left out.
+    verified. `experts_touched[l]` is the number of distinct experts of MoE layer l that the
+    request's rows went to, a mean over its passes; None unless asked for. `tokens` holds
+    a final stop id, `text` does not; a stop string is cut from the text and ends the tokens.
+    `seconds` is the decode time of the whole batch, prefill and compilation left out.
     """
 
     text: str | None
@@ -43,6 +45,7 @@ class Completion:
     accept_by_rank: list[float]
     drafted_nodes: int
     seconds: float
+    experts_touched: list[float] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,15 +60,17 @@ def generate(
     speculation: Speculation = Speculation(),
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     max_new_tokens: int = 128,
+    count_experts: bool = False,
 ) -> list[Completion]:
     """Complete prompts (texts or token id lists) as one batch, decoding on the device to the end.
 
-    Every method gives the tokens plain decoding gives, with the same sampling. Returns one
-    Completion a prompt, in order. Raises ValueError for input that cannot be honoured.
+    Every method gives the tokens plain decoding gives, with the same sampling. `count_experts`
+    fills `Completion.experts_touched`. Returns one Completion a prompt, in order. Raises
+    ValueError for input that cannot be honoured.
     """
     step = Method(method, speculation, model.weights)
     ids, samplings = check_request(model, prompts, sampling, max_new_tokens)
-    state = prefill(model, ids, samplings, max_new_tokens)
+    state = prefill(model, ids, samplings, max_new_tokens, count_experts)
     state, _ = decode(model.weights, state, step, 0)  # compiles, runs no pass
     jax.block_until_ready(state)
     start = time.perf_counter()
@@ -99,6 +104,9 @@ def stream(
     """
     if model.tokenizer is None:
         raise ValueError("this model has no tokenizer: use generate with token ids")
+    ok = isinstance(prompt, str) or listed(prompt) is not None
+    require(ok, "prompt", prompt, "a text or a list of token ids")
+    require(isinstance(sampling, Sampling), "sampling", sampling, "a Sampling")
     step = Method(method, speculation, model.weights)
     check_request(model, [prompt], sampling, max_new_tokens)
     return _stream(model, prompt, step, sampling, max_new_tokens, done)
@@ -144,6 +152,8 @@ class Method:
     def __init__(self, method: str, speculation: Speculation, weights: Weights):
         if method not in METHODS:
             raise ValueError(f"method={method!r}: must be one of {', '.join(METHODS)}")
+        ok = isinstance(speculation, Speculation)
+        require(ok, "speculation", speculation, "a Speculation")
         vocab = weights.config.vocab_size
         if speculation.top_k > vocab:
             raise ValueError(
@@ -205,10 +215,21 @@ def completion(
 ) -> Completion:
     """Read one request's result off the state."""
     # Sliced as NumPy arrays: a slice on the device would be a program of its own for each count.
-    columns = (state.count, state.reason, state.nodes, state.tokens, state.depth, state.rank)
-    count, reason, nodes, tokens, depth, rank = (np.asarray(c)[request] for c in columns)
-    tokens, depth, rank = tokens[:count].tolist(), depth[1:count], rank[1:count]
-    passes = int((depth == 0).sum() + (len(depth) > 0 and depth[-1] > 0))
+    count, reason, tokens = (
+        np.asarray(c)[request] for c in (state.count, state.reason, state.tokens)
+    )
+    tokens = tokens[:count].tolist()
+    depth, rank, nodes = (
+        np.asarray(c)[request, 1:count] for c in (state.depth, state.rank, state.nodes)
+    )
+    # A pass ends with its bonus, or where the request was cut.
+    ends = depth == 0
+    ends[-1:] = True
+    passes = int(ends.sum())
+    experts = None
+    if state.experts is not None:
+        experts = np.asarray(state.experts)[request, 1:count][ends].astype(float)
+        experts = (experts.sum(axis=0) / max(passes, 1)).tolist()
     depths = step.horizon if step.budget else 0
     drafted, ranks = rank[rank >= 0], step.speculation.top_k if step.speculation else 0
     text, shown = None, visible(tokens, model.stop_ids, sampling)
@@ -229,8 +250,9 @@ def completion(
         accept_by_rank=[
             int((drafted == r).sum()) / len(drafted) if len(drafted) else 0.0 for r in range(ranks)
         ],
-        drafted_nodes=int(nodes),
+        drafted_nodes=int(nodes[ends].sum()),
         seconds=seconds,
+        experts_touched=experts,
     )
 
 

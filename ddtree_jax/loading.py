@@ -1,5 +1,6 @@
 """A model as users hold it, and how it is loaded from published folders."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def load(
         )
     config, target = load_target(folder, dtype)
     drafter_config, leaves = None, None
-    if drafter is not None or (folder / "dflash").is_dir():
+    if drafter is not None or os.path.lexists(folder / "dflash"):
         where = folder / "dflash" if drafter is None else Path(drafter)
         drafter_config, leaves = load_drafter(where, dtype, config)
     tokenizer = Tokenizer(folder)

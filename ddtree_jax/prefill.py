@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.cache import empty_cache, identity_tables, scatter_tokens
-from ddtree_jax.config import PAGE_SIZE, Sampling, is_int
+from ddtree_jax.checks import is_int, require, show
+from ddtree_jax.config import PAGE_SIZE, Sampling
 from ddtree_jax.loading import Model
 from ddtree_jax.model.attention import expanded_attention
 from ddtree_jax.sampling import Law, bar_stops, choose, keyed_noise, log_law, perturbed
@@ -24,13 +25,17 @@ def prefill(
     prompts: Sequence[Prompt],
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     max_new_tokens: int = 128,
+    count_experts: bool = False,
 ) -> DecodeState:
     """Run the prompts through the target, fill both caches, and sample each first token.
 
     Each prompt runs alone, padded to a power of two, so that a batch changes nothing for it.
+    `count_experts` makes every step note how many experts its rows went to. Raises ValueError for
+    input that cannot be honoured.
     """
     weights, config = model.weights, model.config
     ids, samplings = check_request(model, prompts, sampling, max_new_tokens)
+    max_new_tokens = int(max_new_tokens)
     longest = max(len(i) for i in ids) + max_new_tokens
     pages = _power_of_two(-(-longest // PAGE_SIZE))
     requests = len(ids)
@@ -50,7 +55,12 @@ def prefill(
         reason=jnp.zeros(requests, jnp.int32),
         depth=jnp.zeros((requests, capacity), jnp.int32),
         rank=jnp.full((requests, capacity), -1, jnp.int32),
-        nodes=jnp.zeros(requests, jnp.int32),
+        nodes=jnp.zeros((requests, capacity), jnp.int32),
+        experts=(
+            jnp.zeros((requests, capacity, config.num_moe_layers), jnp.int32)
+            if count_experts and config.num_moe_layers
+            else None
+        ),
     )
     for request, tokens in enumerate(ids):
         padded = np.zeros(max(64, _power_of_two(len(tokens))), np.int32)
@@ -101,7 +111,9 @@ def prefill_request(weights: Weights, state: DecodeState, request, tokens, lengt
         root=jnp.where(own & ~failed, first, state.root),
     )
     token, zero = state.root[:, None], jnp.zeros_like(state.root[:, None])
-    return emit(state, token, (own & ~failed).astype(jnp.int32), failed, zero, zero - 1)
+    none = None if state.experts is None else jnp.zeros_like(state.experts[:, 0])
+    given = (own & ~failed).astype(jnp.int32)
+    return emit(state, token, given, failed, zero, zero - 1, zero[:, 0], none)
 
 
 def check_request(
@@ -114,16 +126,18 @@ def check_request(
     config, prompts = model.config, _as_list(prompts)
     if not prompts:
         raise ValueError("prompts=[]: must hold at least one prompt")
-    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    ok = isinstance(samplings, (list, tuple)) and all(isinstance(s, Sampling) for s in samplings)
+    require(ok, "sampling", sampling, "a Sampling or a list of them")
     if len(samplings) != len(prompts):
         raise ValueError(f"sampling has {len(samplings)} entries: must be one, or {len(prompts)}")
     if not is_int(max_new_tokens) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be an integer, 1 or greater")
+        raise ValueError(f"max_new_tokens={show(max_new_tokens)}: must be an integer, 1 or greater")
     ids = []
     for index, prompt in enumerate(prompts):
         tokens = _tokens(model, prompt)
         if not tokens:
-            raise ValueError(f"prompts[{index}]={prompt!r}: must hold at least one token")
+            raise ValueError(f"prompts[{index}]={show(prompt)}: must hold at least one token")
         for bad in (t for t in tokens if not 0 <= t < config.vocab_size):
             raise ValueError(
                 f"prompts[{index}] holds token id {bad}: must be from 0 to {config.vocab_size - 1}"
@@ -135,7 +149,7 @@ def check_request(
             )
         _check_stops(model, samplings[index], max_new_tokens)
         ids.append(tokens)
-    return ids, samplings
+    return ids, list(samplings)
 
 
 def _check_stops(model: Model, sampling: Sampling, max_new_tokens: int) -> None:
@@ -163,20 +177,36 @@ def _check_stops(model: Model, sampling: Sampling, max_new_tokens: int) -> None:
 
 def _as_list(prompts) -> list:
     """One text, or one list of ids, is one prompt."""
-    first = prompts[0] if len(prompts) else []
-    single = isinstance(prompts, str) or (not isinstance(first, str) and np.ndim(first) == 0)
-    return [prompts] if single else list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    items = listed(prompts)
+    ok = items is not None
+    require(ok, "prompts", prompts, "a text, a list of token ids, or a list of these")
+    alone = items and not any(isinstance(p, str) or listed(p) is not None for p in items)
+    return [items] if alone else items
 
 
 def _tokens(model: Model, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str):
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give token ids instead of text")
+        return model.tokenizer.encode(prompt)
+    ids = listed(prompt)
+    if ids is not None and not any(isinstance(t, bool) for t in ids):
         try:
-            return [operator.index(t) for t in prompt]
-        except TypeError as error:
-            raise ValueError(f"{prompt!r}: a prompt is a text or a list of token ids") from error
-    if model.tokenizer is None:
-        raise ValueError("this model has no tokenizer: give token ids instead of text")
-    return model.tokenizer.encode(prompt)
+            return [operator.index(t) for t in ids]
+        except TypeError:
+            pass
+    raise ValueError(f"{show(prompt)}: a prompt is a text or a list of token ids")
+
+
+def listed(value) -> list | None:
+    """A list, tuple or array as a list; None for anything else, texts and bytes among it."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return np.asarray(value).tolist() if value.ndim else None
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        return list(value)
+    return None
 
 
 def _power_of_two(n: int) -> int:

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from ddtree_jax.config import Sampling
+from ddtree_jax.filters import threshold
 
 
 @jax.tree_util.register_dataclass
@@ -90,64 +91,17 @@ def log_law(logits: Float[Array, "r *rows v"], law: Law) -> Float[Array, "r *row
     change it.
     """
     x = tempered(logits, law)
-    t = _per_row(law.temperature, x)
-    filters = (law.top_k > 0) | (law.top_p < 1) | (law.min_p > 0)
+    sampled = law.temperature > 0
+    filters = sampled & ((law.top_k > 0) | (law.top_p < 1) | (law.min_p > 0))
 
-    def filtered(x):
-        kept = x.astype(jnp.float32) >= threshold(x, law)[..., None]
-        return jnp.where(kept | (t <= 0), x, -jnp.inf)
+    def least():
+        each = (law.top_k, law.top_p, law.min_p)
+        return threshold(x, *(jnp.broadcast_to(_per_row(f, x[..., 0]), x.shape[:-1]) for f in each))
 
-    return lax.cond((filters & (law.temperature > 0)).any(), filtered, lambda x: x, x)
-
-
-def threshold(x: Float[Array, "r *rows v"], law: Law) -> Float[Array, " r *rows"]:
-    """The least tempered logit, in float32, that top-k, top-p and min-p keep; ties are kept whole.
-
-    top-k keeps the k largest. Of their renormalised distribution top-p keeps the smallest set of
-    largest tokens with a mass of at least p. min-p keeps what has at least min_p times the
-    greatest probability. No sort: the bits of each threshold are found from the highest down, by
-    counting and weighing what lies above.
-    """
-    x = x.astype(jnp.float32)
-    key = _ordered(x)
-    rows = x.shape[:-1]
-    top = x.max(axis=-1)
-    weight = jnp.exp(x - jnp.where(jnp.isfinite(top), top, 0)[..., None])
-    k = jnp.broadcast_to(_per_row(law.top_k, top), rows)
-    k = jnp.where(k > 0, jnp.minimum(k, x.shape[-1]), x.shape[-1])
-    kth = _largest(lambda candidate: (key >= candidate[..., None]).sum(axis=-1) >= k, rows)
-    weight = jnp.where(key >= kth[..., None], weight, 0)
-    wanted = _per_row(law.top_p, top) * weight.sum(axis=-1)
-
-    def enough(candidate):
-        return jnp.where(key >= candidate[..., None], weight, 0).sum(axis=-1) >= wanted
-
-    # Mass 0 is "enough" for top_p = 0 at any threshold: at least the largest is kept.
-    nucleus = jnp.minimum(_largest(enough, rows), key.max(axis=-1))
-    nucleus = jnp.where(_per_row(law.top_p, top) < 1, nucleus, 0)
-    least = top + jnp.log(_per_row(law.min_p, top))  # -inf where off
-    return jnp.maximum(_value(jnp.maximum(kth, nucleus)), least)
-
-
-def _largest(holds, rows) -> UInt32[Array, "*rows"]:
-    """The largest key for which `holds`, which holds from some key downwards; 0 if for none."""
-
-    def bit(i, found):
-        candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, found)
-
-    return lax.fori_loop(0, 32, bit, jnp.zeros(rows, jnp.uint32))
-
-
-def _ordered(x: Float[Array, "*s"]) -> UInt32[Array, "*s"]:
-    """Float32 as integers of the same order; -0 equals 0."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _value(key: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
-    bits = jnp.where(key >> 31 == 1, key & jnp.uint32(2**31 - 1), ~key)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    # Only thresholds leave the branches: logits that did would be copied.
+    edge = lax.cond(filters.any(), least, lambda: jnp.full(x.shape[:-1], -jnp.inf, jnp.float32))
+    kept = (x.astype(jnp.float32) >= edge[..., None]) | ~_per_row(filters, x)
+    return jnp.where(kept, x, -jnp.inf)
 
 
 def _per_row(values: Float[Array, " r"], like) -> Array:
@@ -159,14 +113,15 @@ def bar_stops(
 ) -> Float[Array, "r n v"]:
     """-inf for the request's stop ids in the rows that must not stop yet."""
 
-    def bar(logits):
-        vocab = logits.shape[-1]
+    vocab = logits.shape[-1]
+
+    def mask():
         rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
         ids = jnp.where(stop_ids >= 0, stop_ids, vocab)
-        stops = jnp.zeros((logits.shape[0], vocab), bool).at[rows, ids].set(True, mode="drop")
-        return jnp.where(barred[..., None] & stops[:, None], -jnp.inf, logits)
+        return jnp.zeros((logits.shape[0], vocab), bool).at[rows, ids].set(True, mode="drop")
 
-    return lax.cond(barred.any(), bar, lambda logits: logits, logits)
+    stops = lax.cond(barred.any(), mask, lambda: jnp.zeros((logits.shape[0], vocab), bool))
+    return jnp.where(barred[..., None] & stops[:, None], -jnp.inf, logits)
 
 
 def choose(scores: Float[Array, "*rows v"], broken: Bool[Array, "*rows"]) -> Int[Array, "*rows"]:

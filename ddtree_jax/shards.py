@@ -10,6 +10,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from ddtree_jax.checks import show
+
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 15 * 2**20 - 2**16
 _HEADER_BYTES = 128  # of one tensor, its name not counted; the header's own few bytes once
@@ -30,18 +32,24 @@ class Tensor(NamedTuple):
 def read_json(folder: str | Path, name: str) -> dict:
     """The object in one of the folder's JSON files; FileNotFoundError, ValueError name it."""
     folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"{folder}: is a file; a checkpoint is a folder that holds {CONFIG}")
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; a checkpoint folder holds {CONFIG}")
     path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file in the checkpoint folder")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if type(content) is not dict:
         raise ValueError(f"{path}: must hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def _refuse_constant(text: str):
+    raise ValueError(f"{text} is no JSON number")
 
 
 class Shards:
@@ -53,6 +61,12 @@ class Shards:
             placed = read_json(folder, INDEX).get("weight_map")
             if type(placed) is not dict or not placed:
                 raise ValueError(f"{folder / INDEX}: 'weight_map' must map tensors to shard files")
+            for key, name in placed.items():
+                if not isinstance(name, str) or not name or Path(name).name != name:
+                    raise ValueError(
+                        f"{folder / INDEX}: 'weight_map' places {show(key)} in {show(name)}, which "
+                        "must be the name of a shard file"
+                    )
             files = {name: _open(folder / name, INDEX) for name in sorted(set(placed.values()))}
             held = {name: set(file.keys()) for name, file in files.items()}
             lost = [key for key, name in placed.items() if key not in held[name]]

@@ -62,7 +62,8 @@ class DecodeState:
     reason: Int[Array, " r"]  # RUNNING, or why the request ended
     depth: Int[Array, "r capacity"]  # of every token in its pass's tree; 0: a bonus, or prefill's
     rank: Int[Array, "r capacity"]  # among its siblings; -1: not drafted
-    nodes: Int[Array, " r"]  # drafted nodes verified, over all passes
+    nodes: Int[Array, "r capacity"]  # drafted nodes of the pass that said the token
+    experts: Int[Array, "r capacity moe_layers"] | None  # distinct ones its rows went to; if asked
 
     @property
     def active(self) -> Bool[Array, " r"]:
@@ -100,12 +101,15 @@ def emit(
     failed: Bool[Array, " r"],
     depth: Int[Array, "r e"],
     rank: Int[Array, "r e"],
+    nodes: Int[Array, " r"],
+    experts: Int[Array, "r moe_layers"] | None,
 ) -> DecodeState:
     """Append the first `count` of `tokens` to each request, and end it where they say so.
 
     Cut after the first stop id and at `limit`, whichever comes first in token order; a stop id
     that is the last allowed token ends with "stop". `failed` requests end with "error" after the
-    tokens given, unless these end them first. `depth` and `rank` are noted beside each token kept.
+    tokens given, unless these end them first. `depth` and `rank`, and the pass's `nodes` and
+    `experts`, are noted beside each token kept: what is cut off later leaves no trace.
     """
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     given = jnp.where(state.active, count, 0)
@@ -128,6 +132,8 @@ def emit(
         tokens=write(state.tokens, tokens),
         depth=write(state.depth, depth),
         rank=write(state.rank, rank),
+        nodes=write(state.nodes, nodes[:, None]),
+        experts=None if state.experts is None else write(state.experts, experts[:, None]),
         count=state.count + kept,
         reason=reason.astype(jnp.int32),
     )

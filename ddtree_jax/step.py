@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ddtree_jax.cache import Cache, scatter_tokens
+from ddtree_jax.checks import is_int, require
 from ddtree_jax.config import PAGE_SIZE, Speculation
 from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention
 from ddtree_jax.model.kimi import Kimi, Rows
@@ -55,6 +56,7 @@ def ddtree_step(
     weights: Weights, state: DecodeState, *, speculation: Speculation = Speculation()
 ) -> DecodeState:
     """Verify the `budget` most probable prefixes as a tree of budget+1 rows (DDTree)."""
+    require(isinstance(speculation, Speculation), "speculation", speculation, "a Speculation")
     if speculation.budget == 0:
         return autoregressive_step(weights, state)
     if speculation.top_k > weights.config.vocab_size:
@@ -71,9 +73,9 @@ def served_block_size(weights: Weights, block_size: int | None) -> int:
         raise ValueError("this model has no drafter: only method='autoregressive' can run")
     trained = weights.drafter_config.block_size
     block = trained if block_size is None else block_size
-    if not 2 <= block <= trained:
-        raise ValueError(f"block_size={block}: must be from 2 to the drafter's {trained}")
-    return block
+    ok = is_int(block) and 2 <= block <= trained
+    require(ok, "block_size", block, f"from 2 to the drafter's {trained}")
+    return int(block)
 
 
 def draft_and_walk(
@@ -150,7 +152,19 @@ def _step(
         (rows.latents, rows.taps, state.cache, path)
     )
     cache = commit(cache, drafter, state, nodes, latents, taps, path, length)
-    return _advance(replace(state, cache=cache), nodes, path, length, bonus)
+    experts = None if state.experts is None else distinct_experts(weights, rows, nodes)
+    return _advance(replace(state, cache=cache), nodes, path, length, bonus, experts)
+
+
+def distinct_experts(weights: Weights, rows: Rows, tree: Tree) -> Int[Array, "r moe_layers"]:
+    """How many experts of every MoE layer a request's rows went to; unused rows go to none."""
+    requests, nodes = tree.tokens.shape
+    layers, _, k = rows.experts.shape
+    ids = rows.experts.reshape(layers, requests, nodes * k)
+    layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
+    request = jnp.arange(requests, dtype=jnp.int32)[None, :, None]
+    touched = jnp.zeros((layers, requests, weights.config.n_routed_experts), bool)
+    return touched.at[layer, request, ids].set(True, mode="drop").sum(axis=-1, dtype=jnp.int32).T
 
 
 def _tap_layers(weights: Weights) -> tuple[int, ...]:
@@ -260,7 +274,7 @@ def commit(
     )
 
 
-def _advance(state: DecodeState, tree: Tree, path, length, bonus) -> DecodeState:
+def _advance(state: DecodeState, tree: Tree, path, length, bonus, experts) -> DecodeState:
     """Emit the path's drafted tokens and the bonus, and make the bonus the next root."""
     offset = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     accepted = jnp.maximum(length - 1, 0)
@@ -281,10 +295,11 @@ def _advance(state: DecodeState, tree: Tree, path, length, bonus) -> DecodeState
         failed,
         run(tree.depth, zero),
         run(tree.rank, zero - 1),
+        jnp.maximum(tree.size - 1, 0),
+        experts,
     )
     return replace(
         state,
         lengths=state.lengths + length,
         root=jnp.where(active & ~failed, bonus, state.root),
-        nodes=state.nodes + jnp.maximum(tree.size - 1, 0),
     )

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from ddtree_jax.select import largest
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def candidates(
     Entries are log-probabilities, made float32 and at most 0; NaN counts as impossible.
     """
     log_q = jnp.minimum(log_q.astype(jnp.float32), 0.0)
-    return lax.top_k(jnp.where(jnp.isnan(log_q), -jnp.inf, log_q), top_k)
+    return largest(jnp.where(jnp.isnan(log_q), -jnp.inf, log_q), top_k)
 
 
 def build(

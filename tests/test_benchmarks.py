@@ -1,6 +1,7 @@
 """The sweep on a tiny model, and the README's tables from small result files."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from lossless import prompts_of
 from tiny import tiny_model
 
 import ddtree_jax as dd
-from benchmarks import results_file, static_batch, sweep, tables, tree_attention
+from benchmarks import acceptance, results_file, static_batch, sweep, tables, tree_attention
 
 METHODS = ("autoregressive", "dflash", "ddtree")
 CASE = {"context": "short", "mix": "code", "temperature": 1.0}
@@ -170,6 +171,29 @@ def results(tmp_path):
     ]
     results_file.write(tmp_path / "sweep.json", {}, points, [])
     return tmp_path
+
+
+def test_the_check_decodes_the_chain_of_the_model(monkeypatch):
+    """Whatever the drafter's horizon; each decoding is compared with the replay of its budget."""
+    asked = []
+
+    def replay(trace, budget, top_k):
+        asked.append((budget, top_k))
+        return SimpleNamespace(passes=[budget, 99])
+
+    def generate(model, texts, method, speculation, samplings, new_tokens):
+        assert (speculation.budget, speculation.top_k) == asked[-1]
+        assert (method == "dflash") == (speculation.top_k == 1)
+        return [SimpleNamespace(tokens=[7], verify_passes=speculation.budget) for _ in texts]
+
+    monkeypatch.setattr(acceptance, "replay", replay)
+    monkeypatch.setattr(acceptance, "generate", generate)
+    model = SimpleNamespace(drafter_config=SimpleNamespace(horizon=4))
+    trace = SimpleNamespace(said=np.array([[7, 0], [7, 0]]), count=[1, 1])
+    args = SimpleNamespace(checks=2, new_tokens=1)
+    found = acceptance.check(model, ["a", "b", "c"], [dd.Sampling()] * 3, trace, args)
+    assert asked == [(4, 1), (8, 4), (16, 8)]
+    assert found == {"prompts": 6, "differ": 3}
 
 
 def test_tables(results, capsys):

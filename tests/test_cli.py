@@ -1,5 +1,6 @@
 """The command line on a small random checkpoint: output, options, and every kind of bad input."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -8,11 +9,12 @@ import sys
 import numpy as np
 import pytest
 from checkpoint import SMALL_TARGET, VOCAB, write_checkpoint
+from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 import ddtree_jax as dd
-from ddtree_jax.cli import main
-from ddtree_jax.generate import METHODS
+from ddtree_jax.cli import _summary, main
+from ddtree_jax.generate import METHODS, Completion
 from ddtree_jax.shards import INDEX
 from ddtree_jax.tokenizer import RANKS
 
@@ -108,8 +110,21 @@ def test_streams_text_and_a_table(command, model):
         (done,) = dd.generate(model, prompt, max_new_tokens=24)
         assert prompt + done.text in out
         out = out.partition(prompt + done.text)[2]
-        assert "verify passes" in out and "accept length" in out
+        assert "acceptance" in out and "tokens/s" in out
         assert f"{done.verify_passes}" in out and f"{done.accept_length:.2f}" in out
+
+
+@pytest.mark.parametrize("accepted", [0.97, 1.0])
+def test_the_table_fits_a_terminal(accepted):
+    """Of 80 columns, at the horizon of the published drafter: a line of its own each method."""
+    done = Completion("", [1] * 96, 9, "length", 9, 7.89, [accepted] * 7, [], 63, 0.009)
+    console = Console(width=80, file=io.StringIO())
+    console.print(_summary([("autoregressive", done), ("dflash", done)]))
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["method", "autoregressive", "dflash"]
+    for line in lines[2:]:
+        figures = ["9", "96", "7.89", *[f"{100 * accepted:.0f}"] * 7, "10555.6"]
+        assert line.split()[1:] == figures
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

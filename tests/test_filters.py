@@ -1,11 +1,15 @@
-"""Temperature, top-k, top-p and min-p against an independent float64 implementation by sorting."""
+"""Temperature, top-k, top-p and min-p against an independent float64 implementation by sorting,
+and against what transformers' processors made of the same logits."""
+
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from ddtree_jax import Sampling
+from ddtree_jax import Sampling, filters
 from ddtree_jax.sampling import Law, bar_stops, choose, keyed_noise, log_law, perturbed
 
 
@@ -53,11 +57,15 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize("vocab", (97, 1500), ids=("head", "deep"))
 @pytest.mark.parametrize("kind", ("plain", "peaked", "rounded", "infinite", "negative"))
-def test_agrees_with_sorting(kind):
-    """180 settings as one batch of requests, a row of random logits each."""
+def test_agrees_with_sorting(kind, vocab):
+    """180 settings as one batch of requests, a row of random logits each.
+
+    A vocabulary of 97 is all head; of 1,500, many thresholds lie below it.
+    """
     rng = np.random.default_rng(sum(map(ord, kind)))
-    logits = rng.normal(size=(len(SETTINGS), 97)).astype(np.float32)
+    logits = rng.normal(size=(len(SETTINGS), vocab)).astype(np.float32)
     if kind == "peaked":
         logits *= 8
     elif kind == "rounded":  # many exact ties: their groups must be kept whole
@@ -73,7 +81,34 @@ def test_agrees_with_sorting(kind):
             continue
         compared += 1
         np.testing.assert_allclose(p, slow_law(row, sampling), rtol=0, atol=1e-5)
-    assert compared > 100
+    assert compared > 80
+
+
+def test_agrees_with_transformers():
+    golden = Path(__file__).parent / "golden" / "sampling" / "expected.safetensors"
+    tensors = load_file(golden)
+    samplings = [
+        Sampling(t, top_k=int(k), top_p=p, min_p=m) for t, k, p, m in tensors["settings"].tolist()
+    ]
+    got = law_of(tensors["logits"], samplings)
+    # transformers weighs top-p in float32 from the least token up: rounding may move its edge.
+    apart = [edges_apart(*pair) for pair in zip(tensors["logits"], samplings, strict=True)]
+    assert sum(apart) > 60
+    np.testing.assert_allclose(got[apart], tensors["probabilities"][apart], rtol=0, atol=1e-5)
+
+
+def test_a_threshold_does_not_depend_on_other_rows():
+    """A row that must be searched to its depth changes nothing for rows that need not."""
+    rng = np.random.default_rng(5)
+    easy = rng.normal(size=(1, 1, 1500)).astype(np.float32) * 8
+    flat = rng.normal(size=(1, 1, 1500)).astype(np.float32) * 0.1
+    nucleus = Sampling(1.0, top_p=0.9)
+    alone = log_law(jnp.asarray(easy), Law.of([nucleus]))
+    both = jnp.concatenate([jnp.asarray(easy), jnp.asarray(flat)])
+    together = log_law(both, Law.of([nucleus, nucleus]))
+    np.testing.assert_array_equal(alone[0], together[0])
+    assert np.isfinite(np.asarray(together)[1]).sum() > filters.HEAD
+    assert np.isfinite(np.asarray(together)[0]).sum() < filters.HEAD
 
 
 def test_golden_rows():

@@ -13,7 +13,7 @@ import pytest
 import ddtree_jax as dd
 from benchmarks.prompts import MIXES, load
 from ddtree_jax.model.attention import expanded_attention
-from ddtree_jax.sampling import keyed_noise, perturb
+from ddtree_jax.sampling import Law, keyed_noise, log_law, perturbed
 
 GAP = 1e-4
 SETTINGS = [
@@ -30,15 +30,15 @@ def model():
 
 
 @jax.jit
-def next_scores(weights, tokens, length, seed, temperature):
+def next_scores(weights, tokens, length, law):
     """Perturbed scores of the token after the first `length` of `tokens` [t], all in one pass."""
     target, config = weights.target_module(), weights.config
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
     rows = target(tokens, positions, positions < length, expanded_attention)
     logits = target.lm_head(rows.hidden[length - 1])[None]
-    noise = keyed_noise(seed[None], length[None, None], config.vocab_size, temperature[None])
-    return perturb(logits, noise[:, 0], temperature[None])[0]
+    noise = keyed_noise(law, length[None, None], config.vocab_size)
+    return perturbed(log_law(logits, law), noise[:, 0], law)[0]
 
 
 def gap_at_difference(model, prompt, plain, other, sampling) -> float | None:
@@ -49,10 +49,7 @@ def gap_at_difference(model, prompt, plain, other, sampling) -> float | None:
     ids = model.tokenizer.encode(prompt) + plain[:shared]
     padded = np.zeros(-(-len(ids) // 256) * 256, np.int32)
     padded[: len(ids)] = ids
-    scores = next_scores(
-        model.weights, padded, jnp.int32(len(ids)), jnp.uint32(sampling.seed),
-        jnp.float32(sampling.temperature),
-    )  # fmt: skip
+    scores = next_scores(model.weights, padded, jnp.int32(len(ids)), Law.of([sampling]))
     best = np.sort(np.asarray(scores))[-2:]
     return float(best[1] - best[0])
 

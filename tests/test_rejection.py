@@ -71,15 +71,15 @@ def as_tree(parents, tokens, requests) -> Tree:
     n = len(parents)
     parent = jnp.asarray([parents], jnp.int32)
     one = Tree(
-        tokens=jnp.asarray([tokens], jnp.int32),
-        parent=parent,
-        depth=jnp.asarray([depths(parents)], jnp.int32),
-        rank=jnp.zeros((1, n), jnp.int32),
-        score=jnp.zeros((1, n), jnp.float32),
-        size=jnp.asarray([n], jnp.int32),
-        ancestors=ancestor_words(parent, jnp.ones((1, n), bool)),
+        tokens=np.asarray([tokens], np.int32),
+        parent=np.asarray(parent),
+        depth=np.asarray([depths(parents)], np.int32),
+        rank=np.zeros((1, n), np.int32),
+        score=np.zeros((1, n), np.float32),
+        size=np.asarray([n], np.int32),
+        ancestors=np.asarray(jax.jit(ancestor_words)(parent, np.ones((1, n), bool))),
     )
-    return jax.tree.map(lambda x: jnp.repeat(x, requests, axis=0), one)
+    return jax.tree.map(lambda x: np.repeat(x, requests, axis=0), one)
 
 
 def cells(boundaries):
@@ -118,6 +118,19 @@ def runs_of(tree, path, length, bonus):
     ]
 
 
+def coins_of(accepts, last, weight=1.0):
+    """(accept coins, draw coins, weights) of every cell, padded so that few shapes are compiled."""
+    grid = list(itertools.product(*(zip(*c, strict=True) for c in [*accepts, last])))
+    size = max(64, 1 << (len(grid) - 1).bit_length())
+    coins = np.full((size, len(accepts) + 1), 0.5, np.float32)
+    coins[: len(grid)] = [[c for c, _ in point] for point in grid]
+    weights = np.zeros(size)
+    weights[: len(grid)] = [weight * np.prod([w for _, w in point]) for point in grid]
+    accept = np.concatenate([coins[:, :-1], coins[:, :1]], axis=1)
+    drawn = np.repeat(coins[:, -1:], len(accepts) + 1, axis=1)
+    return jnp.asarray(accept), jnp.asarray(drawn), weights
+
+
 def summed(runs, weights):
     out = {}
     for run, weight in zip(runs, weights, strict=True):
@@ -144,16 +157,14 @@ def tree_error(rng, parents, tokens, law, rule=walk_tree) -> float:
         if rest.sum() > 0:
             edges.append(np.cumsum(rest) / rest.sum())
     last = cells(np.concatenate(edges) if edges else [])
-    grid = list(itertools.product(*(zip(*c, strict=True) for c in [*accepts, last])))
-    coins = np.array([[c for c, _ in point] for point in grid], np.float32)
-    weights = np.array([np.prod([w for _, w in point]) for point in grid])
-    tree = as_tree(parents, tokens, len(grid))
-    log_p = jnp.log(jnp.asarray(np.array(rows), jnp.float32))
-    log_p = jnp.broadcast_to(log_p[None], (len(grid), *log_p.shape))
-    accept = jnp.asarray(np.concatenate([coins[:, :-1], coins[:, :1]], axis=1))
-    drawn = jnp.repeat(jnp.asarray(coins[:, -1:]), deepest + 1, axis=1)
-    no = jnp.zeros((len(grid), len(parents)), bool)
-    found = rule(tree, log_p, no, no[:, 0], accept, drawn, deepest)
+    accept, drawn, weights = coins_of(accepts, last)
+    n = len(weights)
+    tree = as_tree(parents, tokens, n)
+    with np.errstate(divide="ignore"):
+        log_p = np.log(np.array(rows, np.float32))
+    log_p = np.broadcast_to(log_p[None], (n, *log_p.shape))
+    no = np.zeros((n, len(parents)), bool)
+    found = jax.jit(rule, static_argnums=6)(tree, log_p, no, no[:, 0], accept, drawn, deepest)
     runs, weights = summed(runs_of(tree, *found), weights)
     return np.abs(law_of_runs(runs, weights, law, deepest + 1) - target_law(law, deepest + 1)).max()
 
@@ -191,24 +202,18 @@ def chain_error(rng, horizon, law, q, rule=walk_chain) -> float:
             rest = np.maximum(rows[d] - q[d], 0)
             edges.append(np.cumsum(rest) / rest.sum() if rest.sum() > 0 else np.cumsum(rows[d]))
         last = cells(np.concatenate(edges))
-        grid = list(itertools.product(*(zip(*c, strict=True) for c in [*accepts, last])))
-        coins = np.array([[c for c, _ in point] for point in grid], np.float32)
-        weights = np.array([np.prod([w for _, w in point]) for point in grid]) * weight
-        n = len(grid)
-        tree = chain(
-            jnp.zeros(n, jnp.int32),
-            jnp.broadcast_to(jnp.asarray(tokens, jnp.int32)[None], (n, horizon)),
-            jnp.full(n, horizon, jnp.int32),
-            jnp.ones(n, bool),
+        accept, drawn, weights = coins_of(accepts, last, weight)
+        n = len(weights)
+        drafts = np.broadcast_to(np.asarray(tokens, np.int32)[None], (n, horizon))
+        tree = jax.jit(chain)(
+            np.zeros(n, np.int32), drafts, np.full(n, horizon, np.int32), np.ones(n, bool)
         )
-        log_p = jnp.broadcast_to(
-            jnp.log(jnp.asarray(np.array(rows), jnp.float32))[None], (n, horizon + 1, V)
-        )
-        laws = jnp.broadcast_to(jnp.asarray(np.array(q), jnp.float32)[None], (n, horizon, V))
-        no = jnp.zeros((n, horizon + 1), bool)
-        accept = jnp.asarray(np.concatenate([coins[:, :-1], coins[:, :1]], axis=1))
-        drawn = jnp.repeat(jnp.asarray(coins[:, -1:]), horizon + 1, axis=1)
-        found = rule(tree, laws, log_p, no, no[:, 0], accept, drawn)
+        with np.errstate(divide="ignore"):
+            log_p = np.log(np.array(rows, np.float32))
+        log_p = np.broadcast_to(log_p[None], (n, horizon + 1, V))
+        laws = np.broadcast_to(np.array(q, np.float32)[None], (n, horizon, V))
+        no = np.zeros((n, horizon + 1), bool)
+        found = jax.jit(rule)(tree, laws, log_p, no, no[:, 0], accept, drawn)
         runs, weights = summed(runs_of(tree, *found), weights)
         out += law_of_runs(runs, weights, law, horizon + 1)
     return np.abs(out - target_law(law, horizon + 1)).max()
@@ -271,6 +276,8 @@ def test_boundary_coins():
     no = jnp.zeros((3, 2), bool)
     _, length, bonus = walk_tree(tree, log_p, no, no[:, 0], coins, coins, 1)
     assert length.tolist() == [1, 1, 1] and bonus.tolist() == [0, 0, 0]
+    _, length, _ = at_most(tree, log_p, no, no[:, 0], coins, coins, 1)
+    assert length.tolist() == [2, 1, 1]
 
 
 def test_children_that_cover_the_support():
@@ -307,6 +314,12 @@ def test_greedy_rows_take_the_argmax_path():
 
 def thresholds_below_one(tree, log_p, broken, greedy, accept, drawn, horizon):
     return walk_tree(tree, log_p, broken, greedy, accept * 0.5, drawn, horizon)
+
+
+def at_most(tree, log_p, broken, greedy, accept, drawn, horizon):
+    """`coin <= p` instead of `<`: a coin of 0 takes what has no mass."""
+    reachable = jnp.maximum(log_p, np.log(1e-30, dtype=np.float32))
+    return walk_tree(tree, reachable, broken, greedy, accept, drawn, horizon)
 
 
 def softmax_of_drafts(q):

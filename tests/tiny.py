@@ -34,11 +34,9 @@ DRAFTER = DFlashConfig(
 
 
 @lru_cache
-def tiny_model(
-    dtype: str = "float32", seed: int = 0, eos: tuple[int, ...] = (), **changes
-) -> Model:
+def tiny_model(dtype: str = "float32", seed: int = 0, **changes) -> Model:
     """Random weights with logits peaked enough that a drafter agrees now and then."""
-    config = replace(TARGET, eos_token_ids=eos, **changes)
+    config = replace(TARGET, **changes)
     target = Kimi(config, rngs=nnx.Rngs(seed), dtype=jnp.dtype(dtype))
     drafter = DFlash(DRAFTER, rngs=nnx.Rngs(seed + 1), dtype=jnp.dtype(dtype))
     leaves = [tuple(jax.tree.leaves(nnx.state(m))) for m in (target, drafter)]

@@ -30,6 +30,7 @@ class Rows(NamedTuple):
     hidden: Float[Array, "m hidden"]  # after the final norm
     taps: Float[Array, "m taps hidden"]  # outputs of the tapped layers, before the final norm
     latents: Float[Array, "layers m latent"]
+    experts: Int[Array, "moe_layers m k"] | None  # the routers' choices; None without MoE layers
 
 
 class DecoderLayer(nnx.Module):
@@ -54,8 +55,9 @@ class DecoderLayer(nnx.Module):
         x = x + out
         normed = self.post_attention_layernorm(x)
         if self.dense:
-            return x + self.mlp(normed), latents
-        return x + self.mlp(normed, valid, experts, expert_mlp), latents
+            return x + self.mlp(normed), latents, None
+        out, chosen = self.mlp(normed, valid, experts, expert_mlp)
+        return x + out, latents, chosen
 
 
 class Kimi(nnx.Module):
@@ -88,15 +90,18 @@ class Kimi(nnx.Module):
         last layer, where transformers would give the normed one.
         """
         x = self.embed_tokens(tokens)
-        latents, taps = [], {}
+        latents, taps, experts = [], {}, []
         for layer in self.layers:
-            x, rows = layer(x, positions, valid, attention, self.experts, expert_mlp)
+            x, rows, chosen = layer(x, positions, valid, attention, self.experts, expert_mlp)
             latents.append(rows)
+            if chosen is not None:
+                experts.append(chosen)
             if layer.index in tap_layers:
                 taps[layer.index] = x
         tapped = [taps[i] for i in tap_layers]
         stacked = jnp.stack(tapped, axis=1) if tapped else x[:, None][:, :0]
-        return Rows(self.norm(x), stacked, jnp.stack(latents))
+        experts = jnp.stack(experts) if experts else None
+        return Rows(self.norm(x), stacked, jnp.stack(latents), experts)
 
 
 @lru_cache

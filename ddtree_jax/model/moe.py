@@ -84,7 +84,10 @@ class MoE(nnx.Module):
         )
         self.index = index
 
-    def __call__(self, x, valid, experts: Experts, expert_mlp):
+    def __call__(
+        self, x: Float[Array, "m hidden"], valid: Bool[Array, " m"], experts: Experts, expert_mlp
+    ) -> tuple[Float[Array, "m hidden"], Int[Array, "m k"]]:
+        """The layer's output and the experts every row went to."""
         ids, weights = self.gate(x, valid)
         out = expert_mlp(x, *experts.weights(), self.index, ids, weights)
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        return (out if self.shared_experts is None else out + self.shared_experts(x)), ids

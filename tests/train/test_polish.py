@@ -108,6 +108,7 @@ def test_loss_is_the_sum_of_its_terms():
     np.testing.assert_allclose(alone, total - 0.3 * m["block"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_equals_straight(streams, tmp_path):
     class Stopping(Pace):
         def must_stop(self, needed):

@@ -145,6 +145,7 @@ def test_schedule():
     assert rate(75, 100) == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_equals_straight(streams, tmp_path):
     def pace(stop=None):
         return Pace(seconds=1e9, started=0.0, stop_after=stop, steps=10)

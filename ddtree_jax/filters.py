@@ -1,0 +1,109 @@
+"""top-k, top-p and min-p as one threshold a row, found without sorting the vocabulary.
+
+top-k keeps the k largest. Of their renormalised distribution top-p keeps the smallest set of
+largest tokens with a mass of at least p. min-p keeps what has at least min_p times the greatest
+probability. Equal tokens are kept or left out together.
+
+Nearly every threshold lies among a row's HEAD largest tokens, which are cheap to find and give it
+at once. A row whose threshold lies deeper (a flat distribution under top-p alone, top_k past
+HEAD) takes 64 counting passes over the vocabulary; rows are judged one by one, so a row's
+threshold is the same in every batch.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from ddtree_jax.select import largest_values
+
+HEAD = 128
+
+
+def threshold(
+    x: Float[Array, "*rows v"],
+    top_k: Int[Array, "*rows"],
+    top_p: Float[Array, "*rows"],
+    min_p: Float[Array, "*rows"],
+) -> Float[Array, "*rows"]:
+    """The least logit, in float32, that the filters keep; logits are tempered already.
+
+    Off are: top_k = 0, top_p = 1, min_p = 0.
+    """
+    x = x.astype(jnp.float32)
+    found, settled, top = _in_head(x, top_k, top_p)
+    cut = lax.cond(
+        settled.all(),
+        lambda: found,
+        lambda: jnp.where(settled, found, _by_counting(x, top, top_k, top_p)),
+    )
+    return jnp.maximum(cut, top + jnp.log(min_p))  # -inf where off
+
+
+def _in_head(x, top_k, top_p):
+    """The threshold of top-k and top-p if it lies among the HEAD largest, whether it does, and the
+    largest logit."""
+    v = x.shape[-1]
+    values = largest_values(x, min(HEAD, v))
+    top = values[..., 0]
+    weight = jnp.exp(values - _finite(top)[..., None])
+    # Below the head nothing is known; equal to its last value, a tie may go on below.
+    edge = values[..., -1] if v > HEAD else jnp.full_like(top, -jnp.inf)
+    k = jnp.minimum(top_k, values.shape[-1])[..., None]
+    kth = jnp.take_along_axis(values, jnp.maximum(k - 1, 0), axis=-1)[..., 0]
+    kth = jnp.where(top_k > 0, kth, -jnp.inf)
+    kept = jnp.where(values >= kth[..., None], weight, 0)
+    everything = jnp.exp(x - _finite(top)[..., None]).sum(axis=-1)
+    wanted = top_p * jnp.where(top_k > 0, kept.sum(axis=-1), everything)
+    enough = jnp.cumsum(kept, axis=-1) >= wanted[..., None]
+    first = jnp.argmax(enough, axis=-1)[..., None]
+    nucleus = jnp.take_along_axis(values, first, axis=-1)[..., 0]
+    # Rounding may leave all that top-k keeps a hair short of what is wanted: then it is all kept.
+    nucleus = jnp.where((top_p < 1) & enough.any(axis=-1), nucleus, -jnp.inf)
+    whole = edge == -jnp.inf
+    k_settled = (top_k == 0) | (kth > edge) | whole
+    p_settled = (top_p >= 1) | (nucleus > edge) | ((top_k > 0) & k_settled) | whole
+    return jnp.maximum(kth, nucleus), k_settled & p_settled, top
+
+
+def _by_counting(x, top, top_k, top_p):
+    """The same at any depth: the bits of each threshold from the highest down, by counting and
+    weighing what lies above."""
+    rows, v = x.shape[:-1], x.shape[-1]
+    key = _ordered(x)
+    weight = jnp.exp(x - _finite(top)[..., None])
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, v), v)
+    kth = _greatest(lambda candidate: (key >= candidate[..., None]).sum(axis=-1) >= k, rows)
+    weight = jnp.where(key >= kth[..., None], weight, 0)
+    wanted = top_p * weight.sum(axis=-1)
+
+    def enough(candidate):
+        return jnp.where(key >= candidate[..., None], weight, 0).sum(axis=-1) >= wanted
+
+    # Mass 0 is "enough" for top_p = 0 at any threshold: at least the largest is kept.
+    nucleus = jnp.minimum(_greatest(enough, rows), key.max(axis=-1))
+    return _value(jnp.maximum(kth, jnp.where(top_p < 1, nucleus, 0)))
+
+
+def _greatest(holds, rows) -> UInt32[Array, "*rows"]:
+    """The greatest key for which `holds`, which holds from some key downwards; 0 if for none."""
+
+    def bit(i, found):
+        candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return lax.fori_loop(0, 32, bit, jnp.zeros(rows, jnp.uint32))
+
+
+def _ordered(x: Float[Array, "*s"]) -> UInt32[Array, "*s"]:
+    """Float32 as integers of the same order; -0 equals 0."""
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _value(key: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
+    bits = jnp.where(key >> 31 == 1, key & jnp.uint32(2**31 - 1), ~key)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _finite(top):
+    return jnp.where(jnp.isfinite(top), top, 0)
