@@ -10,7 +10,9 @@ class ExpertConfig:
     """Tiles and pipeline of one launch.
 
     `tiles` are the row counts a work item may have, ascending: a slot runs in the smallest that
-    holds it. `scale` says where INT4 scales are applied (`expert_multiply.multiply`).
+    holds it. `scale` says where INT4 scales are applied for tiles of 8 rows: to every bf16
+    "weight", or to the sums of each "group" of inputs, weights made signed before or, cheapest,
+    their offset taken from the sums as a "bias". Larger tiles have no registers for four sums.
     """
 
     tiles: tuple[int, ...] = (8,)
@@ -28,6 +30,9 @@ class ExpertConfig:
         ok = self.scale in ("weight", "group", "bias")
         _require(ok, "scale", self.scale, "weight, group or bias")
         _require(self.ctas >= 1, "ctas", self.ctas, "positive")
+
+    def scale_of(self, rows: int) -> str:
+        return self.scale if rows == 8 else "weight"
 
     @property
     def feeder_registers(self) -> int:

@@ -16,17 +16,18 @@ contiguously, and rows past the slot's end not at all.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int32
 
-from ddtree_jax.pallas import expert_multiply as product
 from ddtree_jax.pallas.expert_config import ExpertConfig
-from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, ROWS, Records
+from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, OFFSET, STOCK, Functions, zeros
+from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, ROWS, Records
 from ddtree_jax.pallas.expert_work import Work
 
 _BLOCKS = ROWS // BLOCK
@@ -37,86 +38,100 @@ _PAD = 4  # words between staged rows: a warp's 32 transposed stores hit 32 bank
 class _Packed:
     """INT4 records: one contiguous copy a stage."""
 
-    scale: str
-    interpret: bool
+    config: ExpertConfig
+    run: Functions
     depth: int = DEPTH
     copies: int = 1
 
-    def ring(self, stages: int):
-        return plgpu.SMEM((stages, _BLOCKS, 9, 128), jnp.int32)
+    def ring(self):
+        return plgpu.SMEM((self.config.stages, _BLOCKS, 9, 128), jnp.int32)
 
     def feed(self, weights, at, ring, barrier):
         plgpu.copy_gmem_to_smem(weights[0].at[at], ring, barrier)
 
-    def multiply(self, acc, block_ref, x_ref):
-        run = product.multiply_stock if self.interpret else product.multiply
-        return run(acc, block_ref, x_ref, self.scale)
+    def multiply(self, acc, block_ref, x_ref, bias_ref, mask):
+        scale = self.config.scale_of(acc.shape[1])
+        return self.run.multiply(acc, block_ref, x_ref, bias_ref, mask, scale)
 
     @property
     def swizzle(self) -> int:  # groups of 32 inputs are multiplied alone, or 64 at least
-        return 128 if self.scale == "weight" else 64
+        return 128 if self.config.scale == "weight" else 64
 
 
 @dataclass(frozen=True)
 class _Dense:
     """bf16 matrices [layers, experts, out, in] as they are: one copy a block."""
 
-    gated: bool
-    interpret: bool
+    config: ExpertConfig
+    run: Functions
     depth: int = 64
     copies: int = _BLOCKS
     swizzle: int = 128
 
-    def ring(self, stages: int):
-        return plgpu.SMEM((stages, _BLOCKS, BLOCK, 64), jnp.bfloat16, transforms=_tiled(128))
+    def ring(self):
+        shape = (self.config.stages, _BLOCKS, BLOCK, 64)
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=_tiled(128))
 
     def feed(self, weights, at, ring, barrier):
         layer, expert, tile, step = at
         per = _BLOCKS // len(weights)
         for block in range(_BLOCKS):
-            row = (tile * per + block % per) * BLOCK
-            source = weights[block // per].at[
-                layer, expert, pl.ds(pl.multiple_of(row, BLOCK), BLOCK), pl.ds(step * 64, 64)
-            ]
+            row = pl.multiple_of((tile * per + block % per) * BLOCK, BLOCK)
+            source = weights[block // per].at[layer, expert]
+            source = source.at[pl.ds(row, BLOCK), pl.ds(step * 64, 64)]
             plgpu.copy_gmem_to_smem(source, ring.at[block], barrier)
 
-    def multiply(self, acc, block_ref, x_ref):
-        run = product.multiply_dense_stock if self.interpret else product.multiply_dense
-        return run(acc, block_ref, x_ref)
+    def multiply(self, acc, block_ref, x_ref, bias_ref, mask):
+        return self.run.multiply_dense(acc, block_ref, x_ref)
 
 
 def _tiled(swizzle: int):
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
+class Rows(NamedTuple):
+    """Sorted rows as a launch reads them. `bias` [rows/8, inputs/128, 4, 8] serves scale="bias"."""
+
+    values: BFloat16[Array, "rows inputs"]
+    bias: Float[Array, "eights steps 4 8"] | None
+
+
 def gate_up(
-    x: BFloat16[Array, "rows hidden"],
+    rows: Rows,
     gate: Array | Records,
     up: Array | Records,
-    layer: Array,
+    layer: Int32[Array, "2"],
     work: Work,
     config: ExpertConfig,
     interpret=None,
-) -> BFloat16[Array, "rows width"]:
-    """silu(gate x) * (up x) of the sorted, padded rows; rows outside any slot stay unwritten."""
-    if isinstance(gate, Records):
-        weights, width = (gate.words,), gate.out
-    else:
-        weights, width = (gate, up), gate.shape[2]
+) -> Rows:
+    """silu(gate x) * (up x) of the sorted rows; what lies outside any slot stays unwritten."""
+    packed = isinstance(gate, Records)
+    weights = (gate.words,) if packed else (gate, up)
+    width = gate.out if packed else gate.shape[2]
+    biased = packed and config.scale == "bias"
+    run = STOCK if interpret is not None else INLINE
 
-    def finish(staged, out, row, tile, _):
+    def finish(staged, outs, row, tile, _):
         gate, up = staged.at[pl.ds(0, 128)][...], staged.at[pl.ds(128, 128)][...]
-        value = gate / (1 + jnp.exp(-gate)) * up
-        out[row, pl.ds(tile * 128, 128)] = value.astype(jnp.bfloat16)
+        value = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16)
+        outs[0][row, pl.ds(tile * 128, 128)] = value
+        if biased:
+            eight, r = lax.div(row, jnp.int32(8)), lax.rem(row, jnp.int32(8))
+            run.put_sums(value, outs[1].at[eight, tile, :, r])
 
-    shape = (x.shape[0], width)
-    return _grouped(x, weights, layer, work, shape, finish, width // 128, config, interpret)
+    count = rows.values.shape[0]
+    outs = [jax.ShapeDtypeStruct((count, width), jnp.bfloat16)]
+    if biased:
+        outs.append(jax.ShapeDtypeStruct((count // 8, width // 128, 4, 8), jnp.float32))
+    made = _grouped(rows, weights, layer, work, outs, finish, width // 128, config, interpret)
+    return Rows(made[0], made[1] if biased else None)
 
 
 def down(
-    hidden: BFloat16[Array, "rows width"],
+    rows: Rows,
     weight: Array | Records,
-    layer: Array,
+    layer: Int32[Array, "2"],
     work: Work,
     pairs: int,
     config: ExpertConfig,
@@ -126,46 +141,47 @@ def down(
     packed = isinstance(weight, Records)
     size = weight.out if packed else weight.shape[2]
 
-    def finish(staged, out, row, tile, of_row):
+    def finish(staged, outs, row, tile, of_row):
         pair, share = of_row
         value = staged.at[pl.ds(0, ROWS)][...] * share
-        out[pair, pl.ds(tile * ROWS, ROWS)] = value.astype(jnp.bfloat16)
+        outs[0][pair, pl.ds(tile * ROWS, ROWS)] = value.astype(jnp.bfloat16)
 
     weights = (weight.words if packed else weight,)
-    return _grouped(
-        hidden, weights, layer, work, (pairs, size), finish, size // ROWS, config, interpret
-    )
+    outs = [jax.ShapeDtypeStruct((pairs, size), jnp.bfloat16)]
+    return _grouped(rows, weights, layer, work, outs, finish, size // ROWS, config, interpret)[0]
 
 
-def _grouped(x, weights, layer, work: Work, shape, finish, tiles, config, interpret):
+def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config, interpret):
     """Run `finish` on every row of every slot with its products with 256 weight rows of a tile."""
-    packed, simulated = weights[0].dtype == jnp.int32, interpret is not None
-    form = _Packed(config.scale, simulated) if packed else _Dense(len(weights) == 2, simulated)
-    steps, wgs = x.shape[1] // form.depth, config.warpgroups
-    stages, per_wg = config.stages, _BLOCKS // wgs
-    stage = product.stage_stock if simulated else product.stage
-    largest, chunk = config.tiles[-1], min(config.tiles[-1], 32)
+    run = STOCK if interpret is not None else INLINE
+    form = (_Packed if weights[0].dtype == jnp.int32 else _Dense)(config, run)
+    steps, wgs, stages = rows.values.shape[1] // form.depth, config.warpgroups, config.stages
+    per_wg, largest = _BLOCKS // wgs, config.tiles[-1]
+    chunk = min(largest, 32)
+    inputs = [rows.values, work.slots, work.used, layer, work.pair, work.share, *weights]
+    biased = isinstance(form, _Packed) and config.scale == "bias"
+    if biased:
+        inputs.append(rows.bias)
 
-    def body(x_g, *refs):
-        weights_g = refs[: len(weights)]
-        slots_g, used_g, layer_g, pair_g, share_g, out_g = refs[len(weights) : len(weights) + 6]
-        ring, xs, staging, full, free, met = refs[len(weights) + 6 :]
+    def body(*refs):
+        x_g, slots_g, used_g, layer_g, pair_g, share_g, *weights_g = refs[: len(inputs)]
+        bias_g = weights_g.pop() if biased else None
+        outs_g = refs[len(inputs) : len(inputs) + len(outs)]
+        ring, xs, biases, staging, full, free, met = refs[len(inputs) + len(outs) :]
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        items = used_g[0] * tiles
-        mine = lax.div(items - cta + (config.ctas - 1), jnp.int32(config.ctas))
+        mine = lax.div(used_g[0] * tiles - cta + (config.ctas - 1), jnp.int32(config.ctas))
 
         def item(t):
             i = cta + t * config.ctas
             slot, tile = lax.div(i, jnp.int32(tiles)), lax.rem(i, jnp.int32(tiles))
             return tile, slots_g[slot, 0], pl.multiple_of(slots_g[slot, 1], 8), slots_g[slot, 2]
 
-        def by_size(rows, run):
-            """run(n) with the smallest tile that holds the slot."""
-            which = sum((rows > n).astype(jnp.int32) for n in config.tiles[:-1])
+        def by_size(rows, act):
+            """act(n) with the smallest tile n that holds the slot."""
             if len(config.tiles) == 1:
-                run(largest)
-            else:
-                lax.switch(which, [partial(run, n) for n in config.tiles])
+                return act(largest)
+            which = sum((rows > n).astype(jnp.int32) for n in config.tiles[:-1])
+            lax.switch(which, [partial(act, n) for n in config.tiles])
 
         @pl.when(wg == wgs)
         def _feed():
@@ -178,33 +194,30 @@ def _grouped(x, weights, layer, work: Work, shape, finish, tiles, config, interp
                     def step(j, _):
                         at = t * steps + j
                         b = lax.rem(at, jnp.int32(stages))
-
-                        @pl.when(at >= stages)
-                        def _():
-                            plgpu.barrier_wait(free.at[b])
-
-                        form.feed(weights_g, (layer_g[0], expert, tile, j), ring.at[b], full.at[b])
-                        plgpu.copy_gmem_to_smem(
-                            x_g.at[pl.ds(first, n), pl.ds(j * form.depth, form.depth)],
-                            xs.at[b, pl.ds(0, n)],
-                            full.at[b],
-                        )
+                        pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[b]))
+                        place, full_b = (layer_g[0], expert, tile, j), full.at[b]
+                        form.feed(weights_g, place, ring.at[b], full_b)
+                        x = x_g.at[pl.ds(first, n), pl.ds(j * form.depth, form.depth)]
+                        plgpu.copy_gmem_to_smem(x, xs.at[b, pl.ds(0, n)], full_b)
+                        if biased:
+                            eight = lax.div(first, jnp.int32(8))
+                            plgpu.copy_gmem_to_smem(bias_g.at[eight, j], biases.at[b], full_b)
 
                     lax.fori_loop(0, steps, step, None)
 
                 by_size(rows, sized)
 
-            lax.fori_loop(0, mine, feed, None)
-
             def drain(at, _):
                 plgpu.barrier_wait(free.at[lax.rem(at, jnp.int32(stages))])
 
+            lax.fori_loop(0, mine, feed, None)
             last = mine * steps
             lax.fori_loop(jnp.maximum(last - stages, 0), last, drain, None)
 
         @pl.when(wg < wgs)
         def _multiply():
             plgpu.set_max_registers(config.multiplier_registers, action="increase")
+            mask = layer_g[1]
 
             def meet():
                 plgpu.barrier_arrive(met)
@@ -213,51 +226,53 @@ def _grouped(x, weights, layer, work: Work, shape, finish, tiles, config, interp
             def multiply(t, _):
                 tile, _, first, rows = item(t)
 
+                def finish_row(start, i):
+                    r = i * wgs + wg
+
+                    @pl.when(start + r < rows)
+                    def _():
+                        row = first + start + r
+                        finish(staging.at[r], outs_g, row, tile, (pair_g[row], share_g[row]))
+
                 def sized(n):
                     def step(j, sums):
                         b = lax.rem(t * steps + j, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[b])
-                        x = xs.at[b, pl.ds(0, n)]
+                        x, bias = xs.at[b, pl.ds(0, n)], biases.at[b]
                         sums = tuple(
-                            form.multiply(s, ring.at[b, wg * per_wg + i], x)
+                            form.multiply(s, ring.at[b, wg * per_wg + i], x, bias, mask)
                             for i, s in enumerate(sums)
                         )
                         plgpu.barrier_arrive(free.at[b])
                         return sums
 
-                    sums = lax.fori_loop(0, steps, step, (product.zeros(n),) * per_wg)
+                    sums = lax.fori_loop(0, steps, step, (zeros(n),) * per_wg)
                     for start in range(0, n, chunk):
                         size = min(chunk, n)
                         for i, s in enumerate(sums):
                             part = s if size == n else s[:, start : start + size]
-                            stage(part, staging, (wg * per_wg + i) * BLOCK)
+                            run.stage(part, staging, (wg * per_wg + i) * BLOCK)
                         meet()
                         for i in range(size // wgs):
-                            r = i * wgs + wg
-
-                            @pl.when(start + r < rows)
-                            def _():
-                                row = first + start + r
-                                finish(staging.at[r], out_g, row, tile, (pair_g[row], share_g[row]))
-
+                            finish_row(start, i)
                         meet()
 
                 by_size(rows, sized)
 
             lax.fori_loop(0, mine, multiply, None)
 
-    copies = form.copies + 1
     scratch = (
-        form.ring(stages),
+        form.ring(),
         plgpu.SMEM((stages, largest, form.depth), jnp.bfloat16, transforms=_tiled(form.swizzle)),
+        plgpu.SMEM((stages, 4, 8), jnp.float32),
         plgpu.SMEM((chunk, ROWS + _PAD), jnp.float32),
-        plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=form.copies + 1 + biased, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         plgpu.Barrier(num_arrivals=wgs),
     )
-    run = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        out_type=outs,
         scratch_types=scratch,
         grid=(config.ctas,),
         grid_names=("cta",),
@@ -270,4 +285,13 @@ def _grouped(x, weights, layer, work: Work, shape, finish, tiles, config, interp
             reduction_scratch_bytes=256,
         ),
     )
-    return run(x, *weights, work.slots, work.used, layer, work.pair, work.share)
+    return kernel(*inputs)
+
+
+def sorted_rows(x: BFloat16[Array, "m inputs"], work: Work, config: ExpertConfig) -> Rows:
+    """The rows of x in the order of the work list, and the bias that goes with them."""
+    values = x[work.row]
+    if config.scale != "bias" or x.shape[1] % DEPTH:
+        return Rows(values, None)
+    groups = values.astype(jnp.float32).reshape(-1, 8, x.shape[1] // DEPTH, GROUPS, GROUP)
+    return Rows(values, -OFFSET * groups.sum(axis=-1).transpose(0, 2, 3, 1))

@@ -1,12 +1,16 @@
 """One block's product inside the kernel: 64 weight rows by 128 inputs, times a tile of n rows.
 
-`multiply` is what a GPU runs: stock Pallas cannot say that the nibbles a thread has loaded are its
-share of wgmma's left operand, `inline_mgpu` can. `multiply_stock` is the same function in stock
-operations, for the interpreter, which knows neither `inline_mgpu` nor operands in registers.
+What a GPU runs needs `inline_mgpu`: stock Pallas cannot say that the nibbles a thread has loaded
+are its share of wgmma's left operand. The interpreter knows neither `inline_mgpu` nor operands in
+registers; it runs the same functions in stock operations (`STOCK`), around the same kernel.
 
 A nibble u = value + 8 becomes bf16 without a conversion: (word >> 4 i) & 0x000F000F | 0x43004300
-is the pair (128 + u, 128 + u'), because 0x4300 is 128 and its last mantissa bit counts 1.
+is the pair (128 + u, 128 + u'), because 0x4300 is 128 and its last mantissa bit counts 1. What limits
+the loop is the issue of instructions: count them in the machine code before and after a change.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -20,66 +24,75 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, block_values, scaled
 
-SCALES = ("weight", "group", "bias")
-_GROUPS = DEPTH // GROUP
-_OFFSET = 136  # of a nibble made bf16: 128 of the exponent, 8 of the storage
-_WGMMA = plgpu.Layout.WGMMA
+GROUPS = DEPTH // GROUP
+OFFSET = 136  # of a nibble made bf16: 128 of the exponent, 8 of the storage
+# Kept in memory: as an immediate it would be moved into a register again for every pair.
+MASK = 0x000F000F
+_WGMMA, _SCALAR = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT()
+
+
+class Functions(NamedTuple):
+    """What differs between a GPU and the interpreter, and nothing else does."""
+
+    multiply: Callable  # (acc, block_ref, x_ref, bias_ref, mask, scale) -> acc of INT4 weights
+    multiply_dense: Callable  # (acc, weight_ref, x_ref) -> acc of bf16 weights
+    stage: Callable  # (sums, staging_ref, first): turn sums around into shared memory
+    put_sums: Callable  # (values, bias_ref): bias of the next product, a scalar a group
 
 
 def zeros(n: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((BLOCK, n), jnp.float32), _WGMMA)
 
 
-def multiply(acc, block_ref, x_ref, scale: str):
+def _multiply(acc, block_ref, x_ref, bias_ref, mask, scale: str):
     """acc + W x^T: acc [64, n] float32, block_ref [9, 128] words, x_ref [n, 128] bf16.
 
     `scale` says where scales are applied: to every bf16 "weight" (rounded as the published
     decompression rounds), to the partial product of each "group", or likewise with weights left
-    at 136 + value and a "bias" of -136 times the sum of the inputs, which is itself a product.
+    at 136 + value and products starting from the "bias", -136 times the sum of their inputs.
     """
+    n = acc.shape[1]
     if scale == "weight":
-        weights = _unpack(block_ref, offset=True, scaled=True)
-        return _product(acc, ((weights, x_ref),))
-    weights = _unpack(block_ref, offset=scale == "group", scaled=False)
-    n, parts = acc.shape[1], []
-    bias = jnp.full((BLOCK, GROUP), -_OFFSET, jnp.bfloat16)
-    bias = plgpu.layout_cast(bias, _WGMMA) if scale == "bias" else None
+        # Large tiles leave no registers for a whole left operand.
+        for halves in ((0, 1),) if n < 96 else ((0,), (1,)):
+            weights = _unpack(block_ref, mask, halves, offset=True, scaled=True)
+            x = x_ref.at[:, pl.ds(64 * halves[0], 64 * len(halves))]
+            acc = _multiply_dense(acc, weights, x)
+        return acc
+    weights = _unpack(block_ref, mask, (0, 1), offset=scale == "group", scaled=False)
 
-    def products(*accs):
-        for g, part in enumerate(accs):
-            x = x_ref.at[:, pl.ds(g * GROUP, GROUP)].T
-            if bias is not None:
-                plgpu.wgmma(part, bias, x)
-            plgpu.wgmma(part, weights[:, g * GROUP : (g + 1) * GROUP], x)
+    def products(parts):
+        for g, part in enumerate(parts):
+            here = slice(g * GROUP, (g + 1) * GROUP)
+            plgpu.wgmma(part, weights[:, here], x_ref.at[:, pl.ds(g * GROUP, GROUP)].T)
         plgpu.wgmma_wait(0)
 
-    start = tuple(plgpu.ACC.init(zeros(n)) for _ in range(_GROUPS))
-    parts = pl.run_state(lambda refs: products(*refs))(start)
+    start = _biases(bias_ref, n) if scale == "bias" else (zeros(n),) * GROUPS
+    parts = pl.run_state(products)(tuple(plgpu.ACC.init(s) for s in start))
     return _fold(acc, tuple(parts), block_ref)
 
 
-def multiply_dense(acc, weight_ref, x_ref):
-    """acc + W x^T of bf16 weights [64, k] in shared memory."""
-    return _product(acc, ((weight_ref, x_ref),))
+def _multiply_dense(acc, weights, x_ref):
+    """acc + W x^T of bf16 weights [64, k], in registers or in shared memory."""
 
-
-def _product(acc, terms):
-    def run(ref):
-        for a, x in terms:
-            plgpu.wgmma(ref, a, x.T)
+    def product(ref):
+        plgpu.wgmma(ref, weights, x_ref.T)
         plgpu.wgmma_wait(0)
 
-    return pl.run_state(run)(plgpu.ACC.init(acc))
+    return pl.run_state(product)(plgpu.ACC.init(acc))
 
 
-def multiply_stock(acc, block_ref, x_ref, scale: str):
-    """`multiply` in operations the interpreter knows."""
+def _multiply_stock(acc, block_ref, x_ref, bias_ref, mask, scale: str):
     nibbles, scales = block_values(block_ref[...])
-    dtype = jnp.bfloat16 if scale == "weight" else jnp.float32
-    return _product_stock(acc, scaled(nibbles, scales, dtype), x_ref[...])
+    x, bias = x_ref[...], bias_ref[...]
+    if scale != "bias":
+        dtype = jnp.bfloat16 if scale == "weight" else jnp.float32
+        return _product_stock(acc, scaled(nibbles, scales, dtype), x)
+    acc = _product_stock(acc, scaled(nibbles + OFFSET, scales, jnp.float32), x)
+    return acc + jnp.dot(scales.astype(jnp.float32), bias, precision="highest")
 
 
-def multiply_dense_stock(acc, weight_ref, x_ref):
+def _multiply_dense_stock(acc, weight_ref, x_ref):
     return _product_stock(acc, weight_ref[...], x_ref[...])
 
 
@@ -91,31 +104,17 @@ def _product_stock(acc, weights, x):
     return acc + jnp.dot(*wide, precision="highest")
 
 
-def stage(sums, staging_ref, first):
-    """Write sums [64, n] turned around: staging_ref[r, first + row] of every row."""
-    n, pitch = sums.shape[1], staging_ref.shape[-1]
-
-    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT()))
-    def store(_, sums, staging, first):
-        (first,) = first.registers.flat
-        f32, thread = ir.F32Type.get(), _thread()
-        lane = arith.shrui(arith.andi(thread, _i32(31)), _i32(2))
-        row = arith.addi(arith.muli(arith.shrui(thread, _i32(5)), _i32(16)), lane)
-        column = arith.muli(arith.andi(thread, _i32(3)), _i32(2 * pitch))
-        place = arith.addi(arith.addi(row, first), column)
-        for (_, at, _, _, half, *_), pair in np.ndenumerate(sums.registers):
-            for e in range(2):
-                offset = arith.addi(place, _i32((8 * at + e) * pitch + 8 * half))
-                pointer = utils.getelementptr(utils.memref_ptr(staging), [offset], f32)
-                llvm.store(llvm.extractelement(pair, _i32(e)), pointer)
-
-    store(sums, staging_ref, first)
+def _stage_stock(sums, staging_ref, first):
+    staging_ref[pl.ds(0, sums.shape[1]), pl.ds(first, BLOCK)] = sums.T
 
 
-def stage_stock(sums, staging_ref, first):
-    n = sums.shape[1]
-    staging_ref[pl.ds(0, n), pl.ds(first, BLOCK)] = sums.T
+def _put_sums_stock(values, bias_ref):
+    sums = -OFFSET * values.astype(jnp.float32).reshape(GROUPS, GROUP).sum(axis=1)
+    for g in range(GROUPS):
+        bias_ref[g] = sums[g]
 
+
+STOCK = Functions(_multiply_stock, _multiply_dense_stock, _stage_stock, _put_sums_stock)
 
 # ---- what stock Pallas cannot say: registers by hand ------------------------------------------
 
@@ -128,11 +127,22 @@ def _thread() -> ir.Value:
     return arith.andi(utils.thread_idx(), _i32(127))
 
 
+def _pointer(ref: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
+    return utils.getelementptr(utils.memref_ptr(ref), [index], element)
+
+
+def _array(registers) -> mgpu.FragmentedArray:
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _registers(*shape: int) -> np.ndarray:
+    return np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+
+
 def _load_words(ref: ir.Value, first: ir.Value) -> list[ir.Value]:
     """Four consecutive words of a shared-memory block, in one 16-byte load."""
     i32 = ir.IntegerType.get_signless(32)
-    pointer = utils.getelementptr(utils.memref_ptr(ref), [first], i32)
-    four = llvm.load(ir.VectorType.get((4,), i32), pointer, alignment=16)
+    four = llvm.load(ir.VectorType.get((4,), i32), _pointer(ref, first, i32), alignment=16)
     return [llvm.extractelement(four, _i32(i)) for i in range(4)]
 
 
@@ -142,52 +152,69 @@ def _scale_words(ref: ir.Value) -> list[ir.Value]:
     return _load_words(ref, arith.addi(first, _i32(8 * 128)))
 
 
-def _unpack(block_ref, *, offset: bool, scaled: bool):
-    """The block as wgmma's left operand [64, 128] bf16: values, or 136 + value without `offset`."""
-    bf16 = ir.BF16Type.get
-    pair = lambda: ir.VectorType.get((2,), bf16())  # noqa: E731
+def _doubled(word: ir.Value, pair: ir.Type) -> list[ir.Value]:
+    """Both 16-bit halves of a word, each twice, as pairs."""
+    i32 = ir.IntegerType.get_signless(32)
+    texts = (f"prmt.b32 $0, $1, $1, {how};" for how in (0x1010, 0x3232))
+    return [utils.bitcast(llvm.inline_asm(i32, [word], text, "=r,r"), pair) for text in texts]
+
+
+def _unpack(block_ref, mask, halves, *, offset: bool, scaled: bool):
+    """Halves of the block as wgmma's left operand in bf16: values, or 136 + value sans `offset`."""
+    shape = (BLOCK, 64 * len(halves))
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((BLOCK, DEPTH), jnp.bfloat16, layout=_WGMMA),
+        arg_types=(plgpu.RefType(), _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=_WGMMA),
     )
-    def unpack(_, block):
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, DEPTH)), dtype=object)
-        minus = vector.broadcast(pair(), utils.c(-float(_OFFSET), bf16()))
+    def unpack(_, block, mask):
+        (mask,), registers = mask.registers.flat, _registers(*shape)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        minus = vector.broadcast(pair, utils.c(-float(OFFSET), ir.BF16Type.get()))
         first = arith.muli(_thread(), _i32(4))
-        words = [w for j in range(2) for w in _load_words(block, arith.addi(first, _i32(512 * j)))]
-        scales = [_halves(word) for word in _scale_words(block)] if scaled else None
-        for j, word in enumerate(words):  # word j: inputs 16 j .. 16 j + 15
-            for i in range(4):  # nibbles i and i + 4: half i // 2 of the inputs, row i % 2
+        words = [w for j in halves for w in _load_words(block, arith.addi(first, _i32(512 * j)))]
+        scales = [_doubled(word, pair) for word in _scale_words(block)] if scaled else ()
+        for s, word in enumerate(words):  # inputs 16 s .. of the halves
+            for i in range(4):  # nibbles i and i + 4: inputs 8 (i // 2) .. of these, row i % 2
                 value = arith.shrui(word, _i32(4 * i)) if i else word
-                value = arith.andi(value, _i32(0x000F000F))
-                value = utils.bitcast(arith.ori(value, _i32(0x43004300)), pair())
+                value = arith.ori(arith.andi(value, mask), _i32(0x43004300))
+                value = utils.bitcast(value, pair)
                 if offset:
                     value = arith.addf(value, minus)
                 if scaled:
-                    value = arith.mulf(value, scales[j // 2][i % 2])
-                registers[0, 2 * j + i // 2, 0, 0, i % 2, 0, 0, 0, 0] = value
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+                    value = arith.mulf(value, scales[2 * halves[0] + s // 2][i % 2])
+                registers[0, 2 * s + i // 2, 0, 0, i % 2, 0, 0, 0, 0] = value
+        return _array(registers)
 
-    def _halves(word):
-        """Both scales of a word, each as a pair of itself."""
-        low, high = arith.andi(word, _i32(0xFFFF)), arith.shrui(word, _i32(16))
-        double = lambda half: arith.ori(half, arith.shli(half, _i32(16)))  # noqa: E731
-        return [utils.bitcast(double(half), pair()) for half in (low, high)]
+    return unpack(block_ref, mask)
 
-    return unpack(block_ref)
+
+def _biases(bias_ref, n: int):
+    """For each group [64, n] float32, every row the group's row of bias_ref [4, n]."""
+    one = plgpu.ShapeDtypeStruct((BLOCK, n), jnp.float32, layout=_WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(one,) * GROUPS)
+    def load(_, bias):
+        f32, parts = ir.F32Type.get(), []
+        pair = ir.VectorType.get((2,), f32)
+        column = arith.muli(arith.andi(utils.thread_idx(), _i32(3)), _i32(2))
+        for g in range(GROUPS):
+            registers = _registers(BLOCK, n)
+            for j in range(n // 8):
+                place = _pointer(bias, arith.addi(column, _i32(g * n + 8 * j)), f32)
+                registers[:, j] = llvm.load(pair, place, alignment=8)
+            parts.append(_array(registers))
+        return tuple(parts)
+
+    return load(bias_ref)
 
 
 def _fold(acc, parts, block_ref):
     """acc + sum over groups of part * scale, in fused multiply-adds."""
-    n = acc.shape[1]
+    one = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=_WGMMA)
+    types = (_WGMMA, (_WGMMA,) * GROUPS, plgpu.RefType())
 
-    @plgpu.inline_mgpu(
-        arg_types=(_WGMMA, (_WGMMA,) * len(parts), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((BLOCK, n), jnp.float32, layout=_WGMMA),
-    )
+    @plgpu.inline_mgpu(arg_types=types, return_type=one)
     def fold(_, acc, parts, block):
         f32 = ir.F32Type.get()
         pair = ir.VectorType.get((2,), f32)
@@ -196,11 +223,55 @@ def _fold(acc, parts, block_ref):
             for row in range(2):  # a bf16 is the upper half of a float32
                 bits = arith.andi(word, _i32(-65536)) if row else arith.shli(word, _i32(16))
                 scale = vector.broadcast(pair, utils.bitcast(bits, f32))
-                for column in range(n // 8):
-                    at = (0, column, 0, 0, row, 0, 0, 0, 0)
+                for j in range(acc.shape[1] // 8):
+                    at = (0, j, 0, 0, row, 0, 0, 0, 0)
                     registers[at] = math.fma(part.registers[at], scale, registers[at])
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return _array(registers)
 
-    return fold(acc, tuple(parts), block_ref)
+    return fold(acc, parts, block_ref)
+
+
+def _stage(sums, staging_ref, first):
+    """staging_ref[r, first + row] = sums[row, r]."""
+    pitch = staging_ref.shape[-1]
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), _SCALAR))
+    def store(_, sums, staging, first):
+        (first,), thread, f32 = first.registers.flat, _thread(), ir.F32Type.get()
+        lane = arith.shrui(arith.andi(thread, _i32(31)), _i32(2))
+        row = arith.addi(arith.muli(arith.shrui(thread, _i32(5)), _i32(16)), lane)
+        column = arith.muli(arith.andi(thread, _i32(3)), _i32(2 * pitch))
+        place = arith.addi(arith.addi(row, first), column)
+        for (_, j, _, _, half, *_), pair in np.ndenumerate(sums.registers):
+            for e in range(2):
+                index = arith.addi(place, _i32((8 * j + e) * pitch + 8 * half))
+                llvm.store(llvm.extractelement(pair, _i32(e)), _pointer(staging, index, f32))
+
+    store(sums, staging_ref, first)
+
+
+def _put_sums(values, bias_ref):
+    """bias_ref[g] = -136 * the sum of values 32 g .., which warp g holds one a thread."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_STRIDED((DEPTH,), 1), plgpu.RefType()))
+    def store(_, values, bias):
+        ((total,),) = (values.registers.flat,)
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        total = vector.extract(total, dynamic_position=[], static_position=[0])
+        for distance in (16, 8, 4, 2, 1):
+            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+            bits = llvm.inline_asm(
+                i32, [utils.bitcast(total, i32)], text, "=r,r", has_side_effects=True
+            )
+            total = arith.addf(total, utils.bitcast(bits, f32))
+        total = arith.mulf(total, utils.c(-float(OFFSET), f32))
+        warp = arith.shrui(_thread(), _i32(5))
+        # All lanes of a warp hold the sum and store it to one place.
+        strides, _ = ir.MemRefType(bias.type).get_strides_and_offset()
+        index = arith.muli(warp, _i32(strides[0]))
+        llvm.store(total, _pointer(bias, index, f32))
+
+    store(values.astype(jnp.float32), bias_ref)
+
+
+INLINE = Functions(_multiply, _multiply_dense, _stage, _put_sums)

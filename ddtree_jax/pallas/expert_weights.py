@@ -8,10 +8,10 @@ inputs as four blocks of 64 rows, [4, 9, 128] words. The first 8 x 128 words of 
 nibbles, the last 128 its scales, both in the order in which the 128 threads of a warpgroup want
 them as the left operand of a Hopper matrix product:
 
-    thread t, row lane = (t % 32) // 4 of warp t // 32, column lane = t % 4
-    word 512 j + 4 t + s     inputs 64 j + 16 s + 8 b + 2 (t % 4) + p, rows 16 (t // 32) + lane + 8 h,
-                             in nibble 4 p + 2 b + h          (p, b, h in 0, 1)
-    scale word 4 (t // 4) + g    of inputs 32 g .. 32 g + 31, row h in 16-bit half h
+    thread t, lane = (t % 32) // 4, column = t % 4:
+    word 512 j + 4 t + s holds, for p, b, h in 0, 1, in nibble 4 p + 2 b + h,
+        input 64 j + 16 s + 8 b + 2 column + p of row 16 (t // 32) + lane + 8 h;
+    scale word 4 (t // 4) + g holds, in half h, the scale of inputs 32 g .. of that row;
 
 so a thread loads 16 bytes at a time, shuffles nothing, and finds a pair of neighbouring inputs in
 nibbles i and i + 4. The record of tile i, step j covers inputs 128 j .. of rows 256 i .. of `down`;
