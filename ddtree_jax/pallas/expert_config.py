@@ -1,8 +1,14 @@
 """How the grouped expert matmul is cut into pieces: frozen, validated, chosen by the row count."""
 
+import math
 from dataclasses import dataclass
 
 SHARED_BYTES = 232_448  # of one block on Hopper
+
+
+def _require(ok, name: str, value, what: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}: must be {what}")
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,21 @@ class ExpertConfig:
         ok = self.scale in ("weight", "group", "bias")
         _require(ok, "scale", self.scale, "weight, group or bias")
         _require(self.ctas >= 1, "ctas", self.ctas, "positive")
+        self.check_shared(packed=True)
+
+    def check_shared(self, packed: bool) -> None:
+        """Raise unless the stages fit: INT4 ones hold 128 inputs in 18 KiB, bf16 ones 64 in 32."""
+        n, depth, weights = self.tiles[-1], 128 if packed else 64, 18 if packed else 32
+        stage = weights * 1024 + n * depth * 2 + 128 + 16
+        size = self.stages * stage + min(n, 32) * 260 * 4 + 2048
+        _require(size <= SHARED_BYTES, "stages", self.stages, f"fewer: {size} bytes do not fit")
 
     def scale_of(self, rows: int) -> str:
         return self.scale if rows == 8 else "weight"
+
+    @property
+    def biased(self) -> bool:
+        return self.scale == "bias" and self.tiles[0] == 8
 
     @property
     def feeder_registers(self) -> int:
@@ -44,6 +62,28 @@ class ExpertConfig:
         return 112 if self.warpgroups == 4 else 232
 
 
-def _require(ok, name: str, value, what: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: must be {what}")
+def choose_config(pairs: int, experts: int, packed: bool) -> ExpertConfig:
+    """The shipped configuration for so many routed rows over so many experts.
+
+    Few rows an expert: one tile of 8, in which any row has the same bits in any batch. More: the
+    tile that holds most experts' rows, and smaller ones so that no expert pays for the rest.
+    """
+    each = pairs / experts
+    for limit, config in PACKED if packed else DENSE:
+        if each <= limit:
+            return config
+    raise AssertionError("the last limit is infinite")
+
+
+# Rows an expert up to which a configuration serves, ascending.
+PACKED = (
+    (4, ExpertConfig((8,), stages=8)),
+    (12, ExpertConfig((8, 16), stages=8)),
+    (40, ExpertConfig((8, 16, 32), stages=6)),
+    (math.inf, ExpertConfig((32, 96), stages=4)),
+)
+DENSE = (
+    (4, ExpertConfig((8,), stages=6)),
+    (40, ExpertConfig((8, 32), stages=5)),
+    (math.inf, ExpertConfig((32, 96), stages=4)),
+)

@@ -26,8 +26,8 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas.expert_config import ExpertConfig
-from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, OFFSET, STOCK, Functions, zeros
-from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, ROWS, Records
+from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, MASK, OFFSET, STOCK, Functions, zeros
+from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, ROWS, Records, stack_shape
 from ddtree_jax.pallas.expert_work import Work
 
 _BLOCKS = ROWS // BLOCK
@@ -55,7 +55,8 @@ class _Packed:
 
     @property
     def swizzle(self) -> int:  # groups of 32 inputs are multiplied alone, or 64 at least
-        return 128 if self.config.scale == "weight" else 64
+        whole = self.config.scale == "weight" or self.config.tiles[0] > 8
+        return 128 if whole else 64
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def gate_up(
     """silu(gate x) * (up x) of the sorted rows; what lies outside any slot stays unwritten."""
     packed = isinstance(gate, Records)
     weights = (gate.words,) if packed else (gate, up)
-    width = gate.out if packed else gate.shape[2]
-    biased = packed and config.scale == "bias"
+    width = stack_shape(gate)[2]
+    biased = packed and config.biased
     run = STOCK if interpret is not None else INLINE
 
     def finish(staged, outs, row, tile, _):
@@ -139,7 +140,7 @@ def down(
 ) -> BFloat16[Array, "pairs hidden"]:
     """router weight * (down h), each row at the place of its pair; other places stay unwritten."""
     packed = isinstance(weight, Records)
-    size = weight.out if packed else weight.shape[2]
+    size = stack_shape(weight)[2]
 
     def finish(staged, outs, row, tile, of_row):
         pair, share = of_row
@@ -159,7 +160,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config
     per_wg, largest = _BLOCKS // wgs, config.tiles[-1]
     chunk = min(largest, 32)
     inputs = [rows.values, work.slots, work.used, layer, work.pair, work.share, *weights]
-    biased = isinstance(form, _Packed) and config.scale == "bias"
+    biased = isinstance(form, _Packed) and config.biased
     if biased:
         inputs.append(rows.bias)
 
@@ -288,10 +289,15 @@ def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config
     return kernel(*inputs)
 
 
+def place_of(layer) -> Int32[Array, "2"]:
+    """What a launch reads besides work: the layer, and a constant it wants from memory."""
+    return jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(MASK)])
+
+
 def sorted_rows(x: BFloat16[Array, "m inputs"], work: Work, config: ExpertConfig) -> Rows:
     """The rows of x in the order of the work list, and the bias that goes with them."""
     values = x[work.row]
-    if config.scale != "bias" or x.shape[1] % DEPTH:
+    if not config.biased:
         return Rows(values, None)
     groups = values.astype(jnp.float32).reshape(-1, 8, x.shape[1] // DEPTH, GROUPS, GROUP)
     return Rows(values, -OFFSET * groups.sum(axis=-1).transpose(0, 2, 3, 1))

@@ -5,8 +5,8 @@ are its share of wgmma's left operand. The interpreter knows neither `inline_mgp
 registers; it runs the same functions in stock operations (`STOCK`), around the same kernel.
 
 A nibble u = value + 8 becomes bf16 without a conversion: (word >> 4 i) & 0x000F000F | 0x43004300
-is the pair (128 + u, 128 + u'), because 0x4300 is 128 and its last mantissa bit counts 1. What limits
-the loop is the issue of instructions: count them in the machine code before and after a change.
+is the pair (128 + u, 128 + u'), because 0x4300 is 128 and its last mantissa bit counts 1. The issue
+of instructions limits the loop: count them in the machine code before and after a change.
 """
 
 from collections.abc import Callable

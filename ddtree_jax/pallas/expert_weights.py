@@ -50,10 +50,6 @@ class Records:
         if self.part not in ("gate", "up", "down"):
             raise ValueError(f"part={self.part!r}: must be gate, up or down")
 
-    @property
-    def out(self) -> int:
-        return self.words.shape[2] * (ROWS if self.part == "down" else ROWS // 2)
-
 
 Weight = Array | Int4 | Records  # [layers, experts, out, in] of gate, up or down
 
@@ -72,9 +68,16 @@ def scaled(nibbles: Int32[Array, "*s i"], scales: Float[Array, "*s g"], dtype) -
     return (values * scales[..., None].astype(dtype)).reshape(nibbles.shape)
 
 
-def stack_shape(weight: Weight) -> tuple[int, int]:
-    """(layers, experts)."""
-    return (weight if isinstance(weight, jax.Array) else weight.words).shape[:2]
+def stack_shape(weight: Weight) -> tuple[int, int, int, int]:
+    """(layers, experts, out, in), however the weights are kept."""
+    if isinstance(weight, Records):
+        layers, experts, tiles, steps = weight.words.shape[:4]
+        rows = ROWS if weight.part == "down" else ROWS // 2
+        return layers, experts, tiles * rows, steps * DEPTH
+    if isinstance(weight, Int4):
+        *lead, words = weight.words.shape
+        return *lead, words * 8
+    return weight.shape
 
 
 def expert_matrix(weight: Weight, layer, expert, dtype) -> Float[Array, "out in"]:
