@@ -119,7 +119,7 @@ def gate_up(
         outs[0][row, pl.ds(tile * 128, 128)] = value
         if biased:
             eight, r = lax.div(row, jnp.int32(8)), lax.rem(row, jnp.int32(8))
-            run.put_sums(value, outs[1].at[eight, tile, :, r])
+            run.put_sums(value, outs[1].at[eight, pl.ds(tile, 1), :, r])
 
     count = rows.values.shape[0]
     outs = [jax.ShapeDtypeStruct((count, width), jnp.bfloat16)]

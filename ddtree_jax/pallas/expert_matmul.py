@@ -16,6 +16,7 @@ from ddtree_jax.pallas.expert_config import ExpertConfig, choose_config
 from ddtree_jax.pallas.expert_kernel import down as down_kernel
 from ddtree_jax.pallas.expert_kernel import gate_up as gate_up_kernel
 from ddtree_jax.pallas.expert_kernel import place_of, sorted_rows
+from ddtree_jax.pallas.expert_sort import MAX_PAIRS, sort_rows
 from ddtree_jax.pallas.expert_weights import (
     DEPTH,
     ROWS,
@@ -91,8 +92,13 @@ def expert_mlp_kernel(
     config = choose_config(m * k, experts, packed) if config is None else config
     config.check_shared(packed)
     local, inert = shard_ids(ids, first, experts)
-    work = work_list(local, weights, experts, config.tiles[-1])
-    place, rows = place_of(layer), sorted_rows(x, work, config)
+    if config.tiles == (8,) and m * k <= MAX_PAIRS:
+        shard = (jnp.asarray(first, jnp.int32).reshape(1), experts)
+        work, rows = sort_rows(x, ids, weights, *shard, config.ctas, interpret)
+    else:
+        work = work_list(local, weights, experts, config.tiles[-1])
+        rows = sorted_rows(x, work, config)
+    place = place_of(layer)
     hidden = gate_up_kernel(rows, gate, up, place, work, config, interpret)
     each = down_kernel(hidden, down, place, work, m * k, config, interpret)
     each = jnp.where(inert[..., None], 0, each.reshape(m, k, -1))

@@ -9,6 +9,7 @@ is the pair (128 + u, 128 + u'), because 0x4300 is 128 and its last mantissa bit
 of instructions limits the loop: count them in the machine code before and after a change.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class Functions(NamedTuple):
     multiply: Callable  # (acc, block_ref, x_ref, bias_ref, mask, scale) -> acc of INT4 weights
     multiply_dense: Callable  # (acc, weight_ref, x_ref) -> acc of bf16 weights
     stage: Callable  # (sums, staging_ref, first): turn sums around into shared memory
-    put_sums: Callable  # (values, bias_ref): bias of the next product, a scalar a group
+    put_sums: Callable  # (values [128 v], bias_ref [v, 4]): bias of the product they go into
 
 
 def zeros(n: int) -> jax.Array:
@@ -109,9 +110,8 @@ def _stage_stock(sums, staging_ref, first):
 
 
 def _put_sums_stock(values, bias_ref):
-    sums = -OFFSET * values.astype(jnp.float32).reshape(GROUPS, GROUP).sum(axis=1)
-    for g in range(GROUPS):
-        bias_ref[g] = sums[g]
+    groups = values.astype(jnp.float32).reshape(-1, GROUPS, GROUP)
+    bias_ref[...] = -OFFSET * groups.sum(axis=-1)
 
 
 STOCK = Functions(_multiply_stock, _multiply_dense_stock, _stage_stock, _put_sums_stock)
@@ -251,27 +251,30 @@ def _stage(sums, staging_ref, first):
 
 
 def _put_sums(values, bias_ref):
-    """bias_ref[g] = -136 * the sum of values 32 g .., which warp g holds one a thread."""
+    """bias_ref[i, g] = -136 * the sum of values 128 i + 32 g ..; a thread holds v neighbours."""
+    per = values.shape[0] // DEPTH
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_STRIDED((DEPTH,), 1), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_STRIDED(values.shape, per), plgpu.RefType()))
     def store(_, values, bias):
-        ((total,),) = (values.registers.flat,)
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        total = vector.extract(total, dynamic_position=[], static_position=[0])
-        for distance in (16, 8, 4, 2, 1):
+        (vector_,), f32 = values.registers.flat, ir.F32Type.get()
+        i32 = ir.IntegerType.get_signless(32)
+        own = [arith.extf(f32, llvm.extractelement(vector_, _i32(i))) for i in range(per)]
+        total = functools.reduce(arith.addf, own)
+        distance = GROUP // per // 2  # neighbouring threads share a group
+        while distance:
             text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
-            bits = llvm.inline_asm(
-                i32, [utils.bitcast(total, i32)], text, "=r,r", has_side_effects=True
-            )
-            total = arith.addf(total, utils.bitcast(bits, f32))
+            bits = utils.bitcast(total, i32)
+            bits = llvm.inline_asm(i32, [bits], text, "=r,r", has_side_effects=True)
+            total, distance = arith.addf(total, utils.bitcast(bits, f32)), distance // 2
         total = arith.mulf(total, utils.c(-float(OFFSET), f32))
-        warp = arith.shrui(_thread(), _i32(5))
-        # All lanes of a warp hold the sum and store it to one place.
-        strides, _ = ir.MemRefType(bias.type).get_strides_and_offset()
-        index = arith.muli(warp, _i32(strides[0]))
+        # All threads of a group hold its sum and store it to one place.
+        group = arith.divui(_thread(), _i32(GROUP // per))
+        (rows, columns), _ = ir.MemRefType(bias.type).get_strides_and_offset()
+        index = arith.muli(arith.shrui(group, _i32(2)), _i32(rows))
+        index = arith.addi(index, arith.muli(arith.andi(group, _i32(3)), _i32(columns)))
         llvm.store(total, _pointer(bias, index, f32))
 
-    store(values.astype(jnp.float32), bias_ref)
+    store(values, bias_ref)
 
 
 INLINE = Functions(_multiply, _multiply_dense, _stage, _put_sums)

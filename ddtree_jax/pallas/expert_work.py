@@ -14,7 +14,7 @@ class Work(NamedTuple):
 
     slots: Int32[Array, "slots 4"]  # expert, first row, rows, 0
     used: Int32[Array, "1"]  # slots in use
-    row: Int32[Array, " rows"]  # the batch row each sorted row is a copy of; 0 where padded
+    row: Int32[Array, " rows"] | None  # the batch row each sorted row is a copy of; 0 where padded
     pair: Int32[Array, " rows"]  # its pair, row * k + choice; 0 where padded
     share: Float[Array, " rows"]  # its router weight
 
