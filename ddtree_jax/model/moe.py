@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.layers import MLP, matmul
+from ddtree_jax.pallas.expert_router import choose
 from ddtree_jax.pallas.expert_weights import GROUP, Int4, Records, Weight, records_shape
 
 
@@ -30,14 +31,23 @@ class Router(nnx.Module):
     ) -> tuple[Int[Array, "m k"], Float[Array, "m k"]]:
         """Expert ids and weights of every row; rows that are not valid go to no expert (id E)."""
         c = self.config
+        how = c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor
+        logits = self.logits(x, self.weight[...])
+        return choose(logits, self.e_score_correction_bias[...], valid, *how)
+
+    def logits(self, x, weight) -> Float[Array, "m e"]:
+        """Products of bf16 are exact in float32: a GPU need not widen the operands first."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        scores = jax.nn.sigmoid(matmul(x.astype(wide), self.weight[...].astype(wide)))
-        biased = scores + self.e_score_correction_bias[...].astype(wide)[None]
-        _, ids = lax.top_k(biased, c.num_experts_per_tok)
-        weights = jnp.take_along_axis(scores, ids, axis=-1)
-        if c.norm_topk_prob:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        return jnp.where(valid[:, None], ids, c.n_routed_experts), weights * c.routed_scaling_factor
+
+        def widened(x, weight):
+            return matmul(x.astype(wide), weight.astype(wide))
+
+        if not x.dtype == weight.dtype == jnp.bfloat16:
+            return widened(x, weight)
+        return lax.platform_dependent(
+            x, weight, default=widened,
+            cuda=lambda x, w: jnp.einsum("mi,ei->me", x, w, preferred_element_type=wide),
+        )  # fmt: skip
 
 
 class Experts(nnx.Module):
