@@ -19,6 +19,7 @@ class ExpertConfig:
     holds it. `scale` says where INT4 scales are applied for tiles of 8 rows: to every bf16
     "weight", or to the sums of each "group" of inputs, weights made signed before or, cheapest,
     their offset taken from the sums as a "bias". Larger tiles have no registers for four sums.
+    `split` allows parts of the inner dimension to different blocks where items are too few.
     """
 
     tiles: tuple[int, ...] = (8,)
@@ -26,6 +27,7 @@ class ExpertConfig:
     stages: int = 8
     scale: str = "bias"
     ctas: int = 132
+    split: bool = True
 
     def __post_init__(self):
         ok = self.tiles and list(self.tiles) == sorted(set(self.tiles))
@@ -47,6 +49,13 @@ class ExpertConfig:
 
     def scale_of(self, rows: int) -> str:
         return self.scale if rows == 8 else "weight"
+
+    def splits(self, items: int, steps: int) -> int:
+        """Parts of the inner dimension that are items of their own, where items are too few."""
+        if not self.split:
+            return 1
+        fit = (s for s in range(1, steps + 1) if steps % s == 0 and items * s <= self.ctas)
+        return max(fit, default=1)
 
     @property
     def biased(self) -> bool:

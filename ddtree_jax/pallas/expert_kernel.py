@@ -14,7 +14,7 @@ Finishing an item turns its [256, n] sums around in shared memory; rows are then
 contiguously, and rows past the slot's end not at all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -109,11 +109,16 @@ def gate_up(
     """silu(gate x) * (up x) of the sorted rows; what lies outside any slot stays unwritten."""
     packed = isinstance(gate, Records)
     weights = (gate.words,) if packed else (gate, up)
-    width = stack_shape(gate)[2]
-    biased = packed and config.biased
+    width, count = stack_shape(gate)[2], rows.values.shape[0]
+    tiles = width // 128
+    splits = config.splits(work.slots.shape[0] * tiles, rows.values.shape[1] // DEPTH)
+    biased = packed and config.biased and splits == 1
     run = STOCK if interpret is not None else INLINE
 
-    def finish(staged, outs, row, tile, _):
+    def keep(staged, outs, row, tile, split, _):
+        outs[0][split, row, pl.ds(tile * ROWS, ROWS)] = staged.at[pl.ds(0, ROWS)][...]
+
+    def finish(staged, outs, row, tile, split, _):
         gate, up = staged.at[pl.ds(0, 128)][...], staged.at[pl.ds(128, 128)][...]
         value = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16)
         outs[0][row, pl.ds(tile * 128, 128)] = value
@@ -121,11 +126,18 @@ def gate_up(
             eight, r = lax.div(row, jnp.int32(8)), lax.rem(row, jnp.int32(8))
             run.put_sums(value, outs[1].at[eight, pl.ds(tile, 1), :, r])
 
-    count = rows.values.shape[0]
+    if splits > 1:  # a second launch, of XLA's, adds the parts: still shorter than idle blocks
+        outs = [jax.ShapeDtypeStruct((splits, count, tiles * ROWS), jnp.float32)]
+        (parts,) = _grouped(
+            rows, weights, layer, work, outs, keep, tiles, config, interpret, splits
+        )
+        sums = parts.sum(axis=0).reshape(count, tiles, 2, 128)
+        value = jax.nn.silu(sums[:, :, 0]) * sums[:, :, 1]
+        return Rows(value.reshape(count, width).astype(jnp.bfloat16), None)
     outs = [jax.ShapeDtypeStruct((count, width), jnp.bfloat16)]
     if biased:
-        outs.append(jax.ShapeDtypeStruct((count // 8, width // 128, 4, 8), jnp.float32))
-    made = _grouped(rows, weights, layer, work, outs, finish, width // 128, config, interpret)
+        outs.append(jax.ShapeDtypeStruct((count // 8, tiles, 4, 8), jnp.float32))
+    made = _grouped(rows, weights, layer, work, outs, finish, tiles, config, interpret)
     return Rows(made[0], made[1] if biased else None)
 
 
@@ -142,21 +154,29 @@ def down(
     packed = isinstance(weight, Records)
     size = stack_shape(weight)[2]
 
-    def finish(staged, outs, row, tile, of_row):
+    def finish(staged, outs, row, tile, split, of_row):
         pair, share = of_row
         value = staged.at[pl.ds(0, ROWS)][...] * share
         outs[0][pair, pl.ds(tile * ROWS, ROWS)] = value.astype(jnp.bfloat16)
 
     weights = (weight.words if packed else weight,)
+    if packed and config.scale == "bias" and rows.bias is None:
+        config = replace(config, scale="group")
     outs = [jax.ShapeDtypeStruct((pairs, size), jnp.bfloat16)]
     return _grouped(rows, weights, layer, work, outs, finish, size // ROWS, config, interpret)[0]
 
 
-def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config, interpret):
-    """Run `finish` on every row of every slot with its products with 256 weight rows of a tile."""
+def _grouped(
+    rows: Rows, weights, layer, work: Work, outs, finish, tiles, config, interpret, splits=1
+):
+    """Run `finish` on every row of every slot with its products with 256 weight rows of a tile.
+
+    With `splits`, products are over one part of the inputs, and `finish` runs for every part.
+    """
     run = STOCK if interpret is not None else INLINE
     form = (_Packed if weights[0].dtype == jnp.int32 else _Dense)(config, run)
-    steps, wgs, stages = rows.values.shape[1] // form.depth, config.warpgroups, config.stages
+    steps = rows.values.shape[1] // form.depth // splits  # of an item
+    wgs, stages = config.warpgroups, config.stages
     per_wg, largest = _BLOCKS // wgs, config.tiles[-1]
     chunk = min(largest, 32)
     inputs = [rows.values, work.slots, work.used, layer, work.pair, work.share, *weights]
@@ -170,12 +190,15 @@ def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config
         outs_g = refs[len(inputs) : len(inputs) + len(outs)]
         ring, xs, biases, staging, full, free, met = refs[len(inputs) + len(outs) :]
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        mine = lax.div(used_g[0] * tiles - cta + (config.ctas - 1), jnp.int32(config.ctas))
+        items = used_g[0] * (tiles * splits)
+        mine = lax.div(items - cta + (config.ctas - 1), jnp.int32(config.ctas))
 
         def item(t):
             i = cta + t * config.ctas
+            i, split = lax.div(i, jnp.int32(splits)), lax.rem(i, jnp.int32(splits))
             slot, tile = lax.div(i, jnp.int32(tiles)), lax.rem(i, jnp.int32(tiles))
-            return tile, slots_g[slot, 0], pl.multiple_of(slots_g[slot, 1], 8), slots_g[slot, 2]
+            first = pl.multiple_of(slots_g[slot, 1], 8)
+            return (tile, split), slots_g[slot, 0], first, slots_g[slot, 2]
 
         def by_size(rows, act):
             """act(n) with the smallest tile n that holds the slot."""
@@ -189,20 +212,21 @@ def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config
             plgpu.set_max_registers(config.feeder_registers, action="decrease")
 
             def feed(t, _):
-                tile, expert, first, rows = item(t)
+                (tile, split), expert, first, rows = item(t)
 
                 def sized(n):
                     def step(j, _):
                         at = t * steps + j
                         b = lax.rem(at, jnp.int32(stages))
                         pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[b]))
-                        place, full_b = (layer_g[0], expert, tile, j), full.at[b]
+                        k, full_b = split * steps + j, full.at[b]
+                        place = layer_g[0], expert, tile, k
                         form.feed(weights_g, place, ring.at[b], full_b)
-                        x = x_g.at[pl.ds(first, n), pl.ds(j * form.depth, form.depth)]
+                        x = x_g.at[pl.ds(first, n), pl.ds(k * form.depth, form.depth)]
                         plgpu.copy_gmem_to_smem(x, xs.at[b, pl.ds(0, n)], full_b)
                         if biased:
                             eight = lax.div(first, jnp.int32(8))
-                            plgpu.copy_gmem_to_smem(bias_g.at[eight, j], biases.at[b], full_b)
+                            plgpu.copy_gmem_to_smem(bias_g.at[eight, k], biases.at[b], full_b)
 
                     lax.fori_loop(0, steps, step, None)
 
@@ -225,7 +249,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config
                 plgpu.barrier_wait(met)
 
             def multiply(t, _):
-                tile, _, first, rows = item(t)
+                place, _, first, rows = item(t)
 
                 def finish_row(start, i):
                     r = i * wgs + wg
@@ -233,7 +257,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, outs, finish, tiles, config
                     @pl.when(start + r < rows)
                     def _():
                         row = first + start + r
-                        finish(staging.at[r], outs_g, row, tile, (pair_g[row], share_g[row]))
+                        finish(staging.at[r], outs_g, row, *place, (pair_g[row], share_g[row]))
 
                 def sized(n):
                     def step(j, sums):

@@ -80,8 +80,9 @@ def expert_mlp_kernel(
 ) -> Float[Array, "m hidden"]:
     """As the reference, in bf16 with float32 sums, reading touched experts only.
 
-    The same input gives the same bits. A row's bits do not depend on the other rows either as long
-    as `config.tiles` has one size; with several, rows an expert decide which of them it runs in.
+    The same input gives the same bits. A row's bits do not depend on the other rows either while
+    `config.tiles` has one size and nothing is split: sums are then made in one order. With several
+    sizes the rows of an expert decide in which of them they run.
     """
     if why := refusal(x, gate, up, down):
         raise ValueError(why)

@@ -69,6 +69,12 @@ def test_tiles_of_several_sizes(weights, interpret):
     agree(weights, counted(3, 0, 13, 18), interpret, config)
 
 
+def test_inner_dimension_split(weights, interpret):
+    config = ExpertConfig((8,), stages=2, ctas=4)
+    assert config.splits(2, HIDDEN // 128) == 2 and config.splits(3, 2) == 1
+    agree(weights, np.array([[4, 1]]), interpret, config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
