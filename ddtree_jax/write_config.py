@@ -6,13 +6,8 @@
 from typing import Any
 
 from ddtree_jax.config import DFlashConfig, KimiConfig, Yarn
-<<<<<<< HEAD
-from ddtree_jax.pallas.expert_matmul import GROUP
-from ddtree_jax.read_rope import read_yarn
-=======
 from ddtree_jax.pallas.expert_weights import GROUP
-from ddtree_jax.read_config import read_yarn
->>>>>>> 115b017 (Targets can be loaded with their experts in the kernel's records; the kernel is wired on CUDA)
+from ddtree_jax.read_rope import read_yarn
 from ddtree_jax.tokenizer import SPECIAL_TOKENS
 
 _PLACEHOLDER = "<|kimi_k25_video_placeholder|>"
