@@ -155,7 +155,8 @@ def relative_error(case, weights, config, reference, x, ids, shares) -> float:
 def alternatives(case: Case) -> list[ExpertConfig]:
     """What might be faster than what is shipped.
 
-    ptxas gives all of these registers enough (scripts/compile_for_h200.py); (64, 128) it would serialise.
+    ptxas finds registers enough for all of these (scripts/compile_for_h200.py); the wgmma of
+    (64, 128) it would serialise.
     """
     few = [
         ExpertConfig((8,), scale="weight"),

@@ -1,8 +1,8 @@
 """Compile the expert kernels for an H200 on a machine without one: registers, spills, launches.
 
-    python -m venv build/cuda && build/cuda/bin/pip install . jax-cuda13-plugin jax-cuda13-pjrt \
-        nvidia-cuda-nvcc --no-deps jaxtyping ... (what the package imports)
-    PYTHONPATH=. build/cuda/bin/python scripts/compile_for_h200.py
+    python -m venv build/cuda && build/cuda/bin/pip install .
+    build/cuda/bin/pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
+    build/cuda/bin/python scripts/compile_for_h200.py
 
 XLA compiles for a described card, Mosaic hands each kernel to ptxas, and ptxas says how many
 registers it used, what it spilled, and whether it had to serialise wgmma: what a first run on the
@@ -83,9 +83,7 @@ def verdicts() -> list[str]:
         text = path.read_text()
         registers = re.search(r"Used (\d+) registers", text)[1]
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", text)[:1]))
-        serial = (
-            ", wgmma serialised" if "wgmma.mma_async instructions are serialized" in text else ""
-        )
+        serial = ", wgmma serialised" if "instructions are serialized" in text else ""
         said.append(f"{registers} registers, {spilled} bytes spilled{serial}")
         path.unlink()
     return said
@@ -99,12 +97,11 @@ def main() -> int:
                 each = limit if limit < 1e9 else 170
                 m = int(each * shape[0]) // 8
                 compiled = compile_layer(m, 8, *shape, packed, config)
+                kind = f"{name} {'INT4' if packed else 'bf16'}"
                 for verdict in verdicts():
                     bad += " 0 bytes" not in verdict or "serialised" in verdict
-                    print(name, "INT4" if packed else "bf16", config.tiles, verdict)
-                print(
-                    name, "INT4" if packed else "bf16", m, "rows:", launches(compiled), "launches"
-                )
+                    print(kind, config.tiles, verdict)
+                print(kind, m, "rows:", launches(compiled), "launches")
     return int(bad > 0)
 
 
