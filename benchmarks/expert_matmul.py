@@ -159,6 +159,7 @@ def alternatives(case: Case) -> list[ExpertConfig]:
     (64, 128) it would serialise.
     """
     few = [
+        ExpertConfig((8,), balance=False),
         ExpertConfig((8,), scale="weight"),
         ExpertConfig((8,), scale="group"),
         ExpertConfig((8,), stages=10),
@@ -251,7 +252,8 @@ def show(point: dict) -> None:
         f"limit {point['limit_us']:7.1f} share {point['share']:.3f} "
         f"{point['tflops']:6.1f} TFLOP/s error {point['max_rel_error']:.1e} "
         f"spread {point['spread']:.2f} {config.tiles} {config.scale} "
-        f"{config.stages} stages {config.warpgroups} warpgroups",
+        f"{config.stages} stages {config.warpgroups} warpgroups"
+        f"{'' if config.balance else ' unbalanced'}",
         flush=True,
     )
 

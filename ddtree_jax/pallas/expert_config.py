@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+FLAGS = 256  # blocks of a grid at most: each has a flag
 SHARED_BYTES = 232_448  # of one block on Hopper
 
 
@@ -19,7 +20,7 @@ class ExpertConfig:
     holds it. `scale` says where INT4 scales are applied for tiles of 8 rows: to every bf16
     "weight", or to the sums of each "group" of inputs, weights made signed before or, cheapest,
     their offset taken from the sums as a "bias". Larger tiles have no registers for four sums.
-    `split` allows parts of the inner dimension to different blocks where items are too few.
+    `balance` shares the last items out among all blocks, by steps (`expert_schedule`).
     """
 
     tiles: tuple[int, ...] = (8,)
@@ -27,7 +28,7 @@ class ExpertConfig:
     stages: int = 8
     scale: str = "bias"
     ctas: int = 132
-    split: bool = True
+    balance: bool = True
 
     def __post_init__(self):
         ok = self.tiles and list(self.tiles) == sorted(set(self.tiles))
@@ -37,7 +38,7 @@ class ExpertConfig:
         _require(2 <= self.stages <= 16, "stages", self.stages, "from 2 to 16")
         ok = self.scale in ("weight", "group", "bias")
         _require(ok, "scale", self.scale, "weight, group or bias")
-        _require(self.ctas >= 1, "ctas", self.ctas, "positive")
+        _require(1 <= self.ctas <= FLAGS, "ctas", self.ctas, f"from 1 to {FLAGS}")
         self.check_shared(packed=True)
 
     def check_shared(self, packed: bool) -> None:
@@ -49,13 +50,6 @@ class ExpertConfig:
 
     def scale_of(self, rows: int) -> str:
         return self.scale if rows == 8 else "weight"
-
-    def splits(self, items: int, steps: int) -> int:
-        """Parts of the inner dimension that are items of their own, where items are too few."""
-        if not self.split:
-            return 1
-        fit = (s for s in range(1, steps + 1) if steps % s == 0 and items * s <= self.ctas)
-        return max(fit, default=1)
 
     @property
     def biased(self) -> bool:

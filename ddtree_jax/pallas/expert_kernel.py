@@ -14,7 +14,7 @@ Finishing an item turns its [256, n] sums around in shared memory; rows are then
 contiguously, and rows past the slot's end not at all.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -27,10 +27,12 @@ from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas.expert_config import ExpertConfig
 from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, MASK, OFFSET, STOCK, Functions, zeros
+from ddtree_jax.pallas.expert_schedule import schedule
 from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, ROWS, Records, stack_shape
 from ddtree_jax.pallas.expert_work import Work
 
 _BLOCKS = ROWS // BLOCK
+HALF = ROWS // 2
 _PAD = 4  # words between staged rows: a warp's 32 transposed stores hit 32 banks
 
 
@@ -110,34 +112,23 @@ def gate_up(
     packed = isinstance(gate, Records)
     weights = (gate.words,) if packed else (gate, up)
     width, count = stack_shape(gate)[2], rows.values.shape[0]
-    tiles = width // 128
-    splits = config.splits(work.slots.shape[0] * tiles, rows.values.shape[1] // DEPTH)
-    biased = packed and config.biased and splits == 1
+    biased = packed and config.biased
     run = STOCK if interpret is not None else INLINE
 
-    def keep(staged, outs, row, tile, split, _):
-        outs[0][split, row, pl.ds(tile * ROWS, ROWS)] = staged.at[pl.ds(0, ROWS)][...]
-
-    def finish(staged, outs, row, tile, split, _):
-        gate, up = staged.at[pl.ds(0, 128)][...], staged.at[pl.ds(128, 128)][...]
+    def finish(sums, outs, row, tile, _):
+        gate, up = sums
         value = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16)
-        outs[0][row, pl.ds(tile * 128, 128)] = value
+        outs[0][row, pl.ds(tile * HALF, HALF)] = value
         if biased:
             eight, r = lax.div(row, jnp.int32(8)), lax.rem(row, jnp.int32(8))
             run.put_sums(value, outs[1].at[eight, pl.ds(tile, 1), :, r])
 
-    if splits > 1:  # a second launch, of XLA's, adds the parts: still shorter than idle blocks
-        outs = [jax.ShapeDtypeStruct((splits, count, tiles * ROWS), jnp.float32)]
-        (parts,) = _grouped(
-            rows, weights, layer, work, outs, keep, tiles, config, interpret, splits
-        )
-        sums = parts.sum(axis=0).reshape(count, tiles, 2, 128)
-        value = jax.nn.silu(sums[:, :, 0]) * sums[:, :, 1]
-        return Rows(value.reshape(count, width).astype(jnp.bfloat16), None)
     outs = [jax.ShapeDtypeStruct((count, width), jnp.bfloat16)]
     if biased:
-        outs.append(jax.ShapeDtypeStruct((count // 8, tiles, 4, 8), jnp.float32))
-    made = _grouped(rows, weights, layer, work, outs, finish, tiles, config, interpret)
+        outs.append(jax.ShapeDtypeStruct((count // 8, width // HALF, 4, 8), jnp.float32))
+    flags = work.flags[0]
+    tiles = width // HALF
+    made = _grouped(rows, weights, layer, work, flags, outs, finish, tiles, config, interpret)
     return Rows(made[0], made[1] if biased else None)
 
 
@@ -154,51 +145,56 @@ def down(
     packed = isinstance(weight, Records)
     size = stack_shape(weight)[2]
 
-    def finish(staged, outs, row, tile, split, of_row):
+    def finish(sums, outs, row, tile, of_row):
         pair, share = of_row
-        value = staged.at[pl.ds(0, ROWS)][...] * share
-        outs[0][pair, pl.ds(tile * ROWS, ROWS)] = value.astype(jnp.bfloat16)
+        for half, value in enumerate(sums):
+            columns = pl.ds(tile * ROWS + half * HALF, HALF)
+            outs[0][pair, columns] = (value * share).astype(jnp.bfloat16)
 
     weights = (weight.words if packed else weight,)
-    if packed and config.scale == "bias" and rows.bias is None:
-        config = replace(config, scale="group")
     outs = [jax.ShapeDtypeStruct((pairs, size), jnp.bfloat16)]
-    return _grouped(rows, weights, layer, work, outs, finish, size // ROWS, config, interpret)[0]
+    flags = work.flags[1]
+    tiles = size // ROWS
+    made = _grouped(rows, weights, layer, work, flags, outs, finish, tiles, config, interpret)
+    return made[0]
 
 
-def _grouped(
-    rows: Rows, weights, layer, work: Work, outs, finish, tiles, config, interpret, splits=1
-):
+def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles, config, interpret):
     """Run `finish` on every row of every slot with its products with 256 weight rows of a tile.
 
-    With `splits`, products are over one part of the inputs, and `finish` runs for every part.
+    They come as two halves of 128. `flags` are 0, and 1 once a block's part of an item is there.
     """
     run = STOCK if interpret is not None else INLINE
     form = (_Packed if weights[0].dtype == jnp.int32 else _Dense)(config, run)
-    steps = rows.values.shape[1] // form.depth // splits  # of an item
-    wgs, stages = config.warpgroups, config.stages
-    per_wg, largest = _BLOCKS // wgs, config.tiles[-1]
+    steps, wgs, stages = rows.values.shape[1] // form.depth, config.warpgroups, config.stages
+    per_wg, largest, ctas = _BLOCKS // wgs, config.tiles[-1], config.ctas
     chunk = min(largest, 32)
+    balance = config.balance and largest <= 16  # beyond, items are many and registers few
     inputs = [rows.values, work.slots, work.used, layer, work.pair, work.share, *weights]
     biased = isinstance(form, _Packed) and config.biased
     if biased:
         inputs.append(rows.bias)
+    outs = list(outs)
+    if balance:
+        inputs.append(jax.new_ref(flags))
+        outs.append(jax.ShapeDtypeStruct((ctas, largest, ROWS), jnp.float32))
 
     def body(*refs):
         x_g, slots_g, used_g, layer_g, pair_g, share_g, *weights_g = refs[: len(inputs)]
+        flags_g = weights_g.pop() if balance else None
         bias_g = weights_g.pop() if biased else None
-        outs_g = refs[len(inputs) : len(inputs) + len(outs)]
+        outs_g = list(refs[len(inputs) : len(inputs) + len(outs)])
+        parts_g = outs_g.pop() if balance else None
         ring, xs, biases, staging, full, free, met = refs[len(inputs) + len(outs) :]
-        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        items = used_g[0] * (tiles * splits)
-        mine = lax.div(items - cta + (config.ctas - 1), jnp.int32(config.ctas))
+        wg = lax.axis_index("wg")
+        # The interpreter runs blocks one after another: last first, so that parts are there.
+        cta = lax.axis_index("cta") if interpret is None else ctas - 1 - lax.axis_index("cta")
+        turns, segment = schedule(used_g[0] * tiles, steps, cta, ctas, balance)
 
-        def item(t):
-            i = cta + t * config.ctas
-            i, split = lax.div(i, jnp.int32(splits)), lax.rem(i, jnp.int32(splits))
-            slot, tile = lax.div(i, jnp.int32(tiles)), lax.rem(i, jnp.int32(tiles))
+        def slot_of(item):
+            slot, tile = lax.div(item, jnp.int32(tiles)), lax.rem(item, jnp.int32(tiles))
             first = pl.multiple_of(slots_g[slot, 1], 8)
-            return (tile, split), slots_g[slot, 0], first, slots_g[slot, 2]
+            return tile, slots_g[slot, 0], first, slots_g[slot, 2]
 
         def by_size(rows, act):
             """act(n) with the smallest tile n that holds the slot."""
@@ -207,20 +203,29 @@ def _grouped(
             which = sum((rows > n).astype(jnp.int32) for n in config.tiles[:-1])
             lax.switch(which, [partial(act, n) for n in config.tiles])
 
+        def each_turn(act):
+            """act(segment, its place in the ring) for every segment that is not empty."""
+
+            def turn(t, at):
+                found = segment(t)
+                pl.when(found.stop > found.start)(lambda: act(found, at))
+                return at + jnp.maximum(found.stop - found.start, 0)
+
+            return lax.fori_loop(0, turns, turn, jnp.int32(0))
+
         @pl.when(wg == wgs)
         def _feed():
             plgpu.set_max_registers(config.feeder_registers, action="decrease")
 
-            def feed(t, _):
-                (tile, split), expert, first, rows = item(t)
+            def feed(found, begin):
+                tile, expert, first, rows = slot_of(found.item)
 
                 def sized(n):
-                    def step(j, _):
-                        at = t * steps + j
+                    def step(k, _):
+                        at = begin + k - found.start
                         b = lax.rem(at, jnp.int32(stages))
                         pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[b]))
-                        k, full_b = split * steps + j, full.at[b]
-                        place = layer_g[0], expert, tile, k
+                        place, full_b = (layer_g[0], expert, tile, k), full.at[b]
                         form.feed(weights_g, place, ring.at[b], full_b)
                         x = x_g.at[pl.ds(first, n), pl.ds(k * form.depth, form.depth)]
                         plgpu.copy_gmem_to_smem(x, xs.at[b, pl.ds(0, n)], full_b)
@@ -228,15 +233,14 @@ def _grouped(
                             eight = lax.div(first, jnp.int32(8))
                             plgpu.copy_gmem_to_smem(bias_g.at[eight, k], biases.at[b], full_b)
 
-                    lax.fori_loop(0, steps, step, None)
+                    lax.fori_loop(found.start, found.stop, step, None)
 
                 by_size(rows, sized)
 
             def drain(at, _):
                 plgpu.barrier_wait(free.at[lax.rem(at, jnp.int32(stages))])
 
-            lax.fori_loop(0, mine, feed, None)
-            last = mine * steps
+            last = each_turn(feed)
             lax.fori_loop(jnp.maximum(last - stages, 0), last, drain, None)
 
         @pl.when(wg < wgs)
@@ -248,20 +252,37 @@ def _grouped(
                 plgpu.barrier_arrive(met)
                 plgpu.barrier_wait(met)
 
-            def multiply(t, _):
-                place, _, first, rows = item(t)
+            def halves(ref):
+                return tuple(ref.at[pl.ds(h * HALF, HALF)][...] for h in range(2))
+
+            def multiply(found, begin):
+                tile, _, first, rows = slot_of(found.item)
 
                 def finish_row(start, i):
                     r = i * wgs + wg
 
-                    @pl.when(start + r < rows)
-                    def _():
-                        row = first + start + r
-                        finish(staging.at[r], outs_g, row, *place, (pair_g[row], share_g[row]))
+                    def with_parts():
+                        def add(p, sums):
+                            part = halves(parts_g.at[cta + p, r])
+                            return tuple(a + b for a, b in zip(sums, part, strict=True))
+
+                        sums, row = halves(staging.at[r]), first + start + r
+                        if balance:
+                            sums = lax.fori_loop(1, found.parts + 1, add, sums)
+                        finish(sums, outs_g, row, tile, (pair_g[row], share_g[row]))
+
+                    def as_part():
+                        for h, part in enumerate(halves(staging.at[r])):
+                            parts_g[cta, r, pl.ds(h * HALF, HALF)] = part
+
+                    inside = start + r < rows
+                    pl.when(inside & (found.start == 0))(with_parts)
+                    if balance:
+                        pl.when(inside & (found.start > 0))(as_part)
 
                 def sized(n):
-                    def step(j, sums):
-                        b = lax.rem(t * steps + j, jnp.int32(stages))
+                    def step(k, sums):
+                        b = lax.rem(begin + k - found.start, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[b])
                         x, bias = xs.at[b, pl.ds(0, n)], biases.at[b]
                         sums = tuple(
@@ -271,20 +292,26 @@ def _grouped(
                         plgpu.barrier_arrive(free.at[b])
                         return sums
 
-                    sums = lax.fori_loop(0, steps, step, (zeros(n),) * per_wg)
+                    sums = (zeros(n),) * per_wg
+                    sums = lax.fori_loop(found.start, found.stop, step, sums)
                     for start in range(0, n, chunk):
                         size = min(chunk, n)
                         for i, s in enumerate(sums):
                             part = s if size == n else s[:, start : start + size]
                             run.stage(part, staging, (wg * per_wg + i) * BLOCK)
                         meet()
+                        if balance:
+                            wait = lambda p, _: run.wait(flags_g.at[cta + p])  # noqa: E731
+                            lax.fori_loop(1, found.parts + 1, wait, None)
                         for i in range(size // wgs):
                             finish_row(start, i)
                         meet()
+                    if balance:
+                        pl.when((found.start > 0) & (wg == 0))(lambda: run.signal(flags_g.at[cta]))
 
                 by_size(rows, sized)
 
-            lax.fori_loop(0, mine, multiply, None)
+            each_turn(multiply)
 
     scratch = (
         form.ring(),
@@ -299,7 +326,7 @@ def _grouped(
         body,
         out_type=outs,
         scratch_types=scratch,
-        grid=(config.ctas,),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=wgs + 1,
         thread_name="wg",

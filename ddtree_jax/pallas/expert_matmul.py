@@ -80,9 +80,9 @@ def expert_mlp_kernel(
 ) -> Float[Array, "m hidden"]:
     """As the reference, in bf16 with float32 sums, reading touched experts only.
 
-    The same input gives the same bits. A row's bits do not depend on the other rows either while
-    `config.tiles` has one size and nothing is split: sums are then made in one order. With several
-    sizes the rows of an expert decide in which of them they run.
+    The same input gives the same bits. A row's bits do not depend on the other rows either if
+    `config.tiles` has one size and `config.balance` is off: sums are then made in one order. With
+    balance the last items are summed in parts; with several sizes rows run in that of their slot.
     """
     if why := refusal(x, gate, up, down):
         raise ValueError(why)

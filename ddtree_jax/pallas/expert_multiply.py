@@ -38,6 +38,8 @@ class Functions(NamedTuple):
     multiply: Callable  # (acc, block_ref, x_ref, bias_ref, mask, scale) -> acc of INT4 weights
     multiply_dense: Callable  # (acc, weight_ref, x_ref) -> acc of bf16 weights
     stage: Callable  # (sums, staging_ref, first): turn sums around into shared memory
+    wait: Callable  # (flag_ref): until another block has set it
+    signal: Callable  # (flag_ref): what this block has written is there
     put_sums: Callable  # (values [128 v], bias_ref [v, 4]): bias of the product they go into
 
 
@@ -114,7 +116,18 @@ def _put_sums_stock(values, bias_ref):
     bias_ref[...] = -OFFSET * groups.sum(axis=-1)
 
 
-STOCK = Functions(_multiply_stock, _multiply_dense_stock, _stage_stock, _put_sums_stock)
+def _wait_stock(flag_ref):
+    """Blocks run one after another, those that are waited for first."""
+
+
+def _signal_stock(flag_ref):
+    flag_ref[...] = jnp.int32(1)
+
+
+STOCK = Functions(
+    multiply=_multiply_stock, multiply_dense=_multiply_dense_stock, stage=_stage_stock,
+    wait=_wait_stock, signal=_signal_stock, put_sums=_put_sums_stock,
+)  # fmt: skip
 
 # ---- what stock Pallas cannot say: registers by hand ------------------------------------------
 
@@ -277,4 +290,49 @@ def _put_sums(values, bias_ref):
     store(values, bias_ref)
 
 
-INLINE = Functions(_multiply, _multiply_dense, _stage, _put_sums)
+def _address(flag: ir.Value) -> ir.Value:
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    return llvm.ptrtoint(i64, _pointer(flag, _i32(0), i32))
+
+
+def _wait(flag_ref):
+    """Every thread looks until the flag is set; what was written before is then visible to it."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def wait(_, flag):
+        text = """{
+            .reg .pred again;
+            .reg .b32 seen;
+            look:
+            ld.acquire.gpu.b32 seen, [$0];
+            setp.eq.u32 again, seen, 0;
+            @again bra look;
+        }"""
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [_address(flag)], text, "l,~{memory}", has_side_effects=True)
+
+    wait(flag_ref)
+
+
+def _signal(flag_ref):
+    """After a barrier of all writers: one thread publishes, at the scope of the card."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def signal(_, flag):
+        text = """{
+            .reg .pred one;
+            setp.eq.u32 one, $1, 0;
+            @one fence.acq_rel.gpu;
+            @one st.release.gpu.b32 [$0], 1;
+        }"""
+        void = ir.Type.parse("!llvm.void")
+        operands = [_address(flag), _thread()]
+        llvm.inline_asm(void, operands, text, "l,r,~{memory}", has_side_effects=True)
+
+    signal(flag_ref)
+
+
+INLINE = Functions(
+    multiply=_multiply, multiply_dense=_multiply_dense, stage=_stage,
+    wait=_wait, signal=_signal, put_sums=_put_sums,
+)  # fmt: skip

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Int32
 
+from ddtree_jax.pallas.expert_config import FLAGS
 from ddtree_jax.pallas.expert_kernel import Rows
 from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, STOCK
 from ddtree_jax.pallas.expert_weights import DEPTH
@@ -42,8 +43,9 @@ def sort_rows(
     parts = inputs // part
     rows = row_bound(pairs, experts)
 
-    def body(x_g, ids_g, weights_g, first_g, slots_g, used_g, pair_g, share_g, xs_g, bias_g, *kept):
-        before_s, slot_s, count_s = kept
+    def body(x_g, ids_g, weights_g, first_g, *refs):
+        slots_g, used_g, pair_g, share_g, xs_g, bias_g, *flags_g = refs[:8]
+        before_s, slot_s, count_s = refs[8:]
         cta, start = lax.axis_index("cta"), first_g[0]
         layout = plgpu.Layout.WG_STRIDED((_LANES,), 1)
         lane = plgpu.broadcasted_iota(jnp.int32, (_LANES,), 0, layout=layout)
@@ -107,6 +109,9 @@ def sort_rows(
         @pl.when(cta == 0)
         def _():
             used_g[0] = used
+            for flags in flags_g:
+                for start in range(0, FLAGS, _LANES):
+                    flags[pl.ds(start, _LANES)] = zero
 
         def copy(t, _):
             i = lax.div(cta + t * ctas, jnp.int32(parts))
@@ -144,6 +149,7 @@ def sort_rows(
         jax.ShapeDtypeStruct((rows,), jnp.float32),
         jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16),
         jax.ShapeDtypeStruct((rows // 8, inputs // DEPTH, GROUPS, 8), jnp.float32),
+        *(jax.ShapeDtypeStruct((FLAGS,), jnp.int32),) * 2,
     )
     kernel = plgpu.kernel(
         body,
@@ -155,5 +161,5 @@ def sort_rows(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     flat = ids.astype(jnp.int32).reshape(-1), weights.astype(jnp.float32).reshape(-1)
-    slots, used, pair, share, values, bias = kernel(x, *flat, first)
-    return Work(slots, used, None, pair, share), Rows(values, bias)
+    slots, used, pair, share, values, bias, *flags = kernel(x, *flat, first)
+    return Work(slots, used, None, pair, share, tuple(flags)), Rows(values, bias)

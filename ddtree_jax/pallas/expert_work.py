@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
+from ddtree_jax.pallas.expert_config import FLAGS
+
 
 class Work(NamedTuple):
     """Rows sorted by expert, every expert's first row at a multiple of 8.
@@ -17,6 +19,7 @@ class Work(NamedTuple):
     row: Int32[Array, " rows"] | None  # the batch row each sorted row is a copy of; 0 where padded
     pair: Int32[Array, " rows"]  # its pair, row * k + choice; 0 where padded
     share: Float[Array, " rows"]  # its router weight
+    flags: tuple[Int32[Array, " blocks"], ...]  # zeros, for each of the two launches
 
 
 def work_list(
@@ -45,7 +48,8 @@ def work_list(
     empty = jnp.zeros(row_bound(pairs, experts), jnp.int32)
     pair = empty.at[place].set(order, mode="drop")
     share = weights.astype(jnp.float32).reshape(-1)[pair]
-    return Work(slots, ends[-1:], pair // k, pair, share)
+    flags = jnp.zeros(FLAGS, jnp.int32)
+    return Work(slots, ends[-1:], pair // k, pair, share, (flags, flags))
 
 
 def slot_bound(pairs: int, experts: int, tile: int) -> int:
