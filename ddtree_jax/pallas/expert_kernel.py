@@ -27,7 +27,7 @@ from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas.expert_config import ExpertConfig
 from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, MASK, OFFSET, STOCK, Functions, zeros
-from ddtree_jax.pallas.expert_schedule import schedule
+from ddtree_jax.pallas.expert_schedule import dealt_item, schedule
 from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, ROWS, Records, stack_shape
 from ddtree_jax.pallas.expert_work import Work
 
@@ -189,7 +189,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
         wg = lax.axis_index("wg")
         # The interpreter runs blocks one after another: last first, so that parts are there.
         cta = lax.axis_index("cta") if interpret is None else ctas - 1 - lax.axis_index("cta")
-        turns, segment = schedule(used_g[0] * tiles, steps, cta, ctas, balance)
+        dealt, rest = schedule(used_g[0] * tiles, steps, cta, ctas, balance)
 
         def slot_of(item):
             slot, tile = lax.div(item, jnp.int32(tiles)), lax.rem(item, jnp.int32(tiles))
@@ -206,12 +206,16 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
         def each_turn(act):
             """act(segment, its place in the ring) for every segment that is not empty."""
 
-            def turn(t, at):
-                found = segment(t)
+            def whole(t, _):
+                act(dealt_item(t, steps, cta, ctas), t * steps)
+
+            def some(u, at):
+                found = rest(u)
                 pl.when(found.stop > found.start)(lambda: act(found, at))
                 return at + jnp.maximum(found.stop - found.start, 0)
 
-            return lax.fori_loop(0, turns, turn, jnp.int32(0))
+            lax.fori_loop(0, dealt, whole, None)
+            return lax.fori_loop(0, 2, some, dealt * steps) if rest else dealt * steps
 
         @pl.when(wg == wgs)
         def _feed():
@@ -258,6 +262,8 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
             def multiply(found, begin):
                 tile, _, first, rows = slot_of(found.item)
 
+                shared = found.stop is not steps  # of an item that others may work on as well
+
                 def finish_row(start, i):
                     r = i * wgs + wg
 
@@ -267,7 +273,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
                             return tuple(a + b for a, b in zip(sums, part, strict=True))
 
                         sums, row = halves(staging.at[r]), first + start + r
-                        if balance:
+                        if shared:
                             sums = lax.fori_loop(1, found.parts + 1, add, sums)
                         finish(sums, outs_g, row, tile, (pair_g[row], share_g[row]))
 
@@ -276,13 +282,13 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
                             parts_g[cta, r, pl.ds(h * HALF, HALF)] = part
 
                     inside = start + r < rows
-                    pl.when(inside & (found.start == 0))(with_parts)
-                    if balance:
+                    pl.when(inside & (found.start == 0) if shared else inside)(with_parts)
+                    if shared:
                         pl.when(inside & (found.start > 0))(as_part)
 
                 def sized(n):
-                    def step(k, sums):
-                        b = lax.rem(begin + k - found.start, jnp.int32(stages))
+                    def step(j, sums):
+                        b = lax.rem(begin + j, jnp.int32(stages))
                         plgpu.barrier_wait(full.at[b])
                         x, bias = xs.at[b, pl.ds(0, n)], biases.at[b]
                         sums = tuple(
@@ -293,20 +299,20 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
                         return sums
 
                     sums = (zeros(n),) * per_wg
-                    sums = lax.fori_loop(found.start, found.stop, step, sums)
+                    sums = lax.fori_loop(0, found.stop - found.start, step, sums)
                     for start in range(0, n, chunk):
                         size = min(chunk, n)
                         for i, s in enumerate(sums):
                             part = s if size == n else s[:, start : start + size]
                             run.stage(part, staging, (wg * per_wg + i) * BLOCK)
                         meet()
-                        if balance:
+                        if shared:
                             wait = lambda p, _: run.wait(flags_g.at[cta + p])  # noqa: E731
                             lax.fori_loop(1, found.parts + 1, wait, None)
                         for i in range(size // wgs):
                             finish_row(start, i)
                         meet()
-                    if balance:
+                    if shared:
                         pl.when((found.start > 0) & (wg == 0))(lambda: run.signal(flags_g.at[cta]))
 
                 by_size(rows, sized)

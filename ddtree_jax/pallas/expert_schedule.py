@@ -7,6 +7,7 @@ item's first step finishes it and waits for the parts of the blocks after it; th
 first thing, so the wait is short, and a block never waits for one that waits for it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -25,37 +26,37 @@ class Segment(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What one block does: `segment(t)` for t = 0 .. turns-1."""
+    """What one block does: `dealt` whole items, then the segments `rest(0)` and `rest(1)`.
 
-    turns: jnp.ndarray
-    segment: object
+    They are apart because the compiler makes better code of a loop whose bounds it knows.
+    """
+
+    dealt: jnp.ndarray
+    rest: Callable[[int], Segment] | None
 
 
 def schedule(items, steps: int, block, blocks: int, balance: bool) -> Schedule:
-    """The turns of `block` over `items` (traced) of `steps` steps each."""
-    zero, full = jnp.int32(0), jnp.int32(steps)
+    """The work of `block` on `items` (traced) of `steps` steps each."""
+    full = jnp.int32(steps)
     whole = lax.div(items, jnp.int32(blocks))
-    rest = items - whole * blocks
+    left = items - whole * blocks
     if not balance:
-        turns = whole + jnp.where(block < rest, 1, 0)
-        return Schedule(turns, lambda t: Segment(block + t * blocks, zero, full, zero))
-    reach = lax.div(rest * steps + (blocks - 1), jnp.int32(blocks))
+        return Schedule(whole + jnp.where(block < left, 1, 0), None)
+    reach = lax.div(left * steps + (blocks - 1), jnp.int32(blocks))
     reach = jnp.maximum(reach, -(-steps // MAX_PARTS))
     low = block * reach
-    high = jnp.minimum(low + reach, rest * steps)
+    high = jnp.minimum(low + reach, left * steps)
 
-    def segment(t):
-        dealt = t < whole
-        own = lax.div(low, full) + jnp.where(t > whole, 1, 0)  # of the rest
+    def rest(u) -> Segment:
+        own = lax.div(low, full) + u  # of what is left
         start = jnp.maximum(low - own * steps, 0)
         stop = jnp.minimum(high - own * steps, steps)
         last = lax.div((own + 1) * steps - 1, reach)  # the block with the item's last step
-        item = jnp.where(dealt, block + t * blocks, whole * blocks + own)
-        return Segment(
-            jnp.minimum(item, jnp.maximum(items - 1, 0)),  # an empty segment may point past
-            jnp.where(dealt, 0, start),
-            jnp.where(dealt, steps, stop),
-            jnp.where(dealt | (start > 0), 0, jnp.maximum(last - block, 0)),
-        )
+        item = jnp.minimum(whole * blocks + own, jnp.maximum(items - 1, 0))  # or empty
+        return Segment(item, start, stop, jnp.where(start > 0, 0, jnp.maximum(last - block, 0)))
 
-    return Schedule(whole + 2, segment)
+    return Schedule(whole, rest)
+
+
+def dealt_item(t, steps: int, block, blocks: int) -> Segment:
+    return Segment(block + t * blocks, 0, steps, 0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ddtree_jax.pallas.expert_schedule import MAX_PARTS, schedule
+from ddtree_jax.pallas.expert_schedule import MAX_PARTS, dealt_item, schedule
 
 
 @pytest.mark.parametrize("balance", [False, True])
@@ -13,8 +13,9 @@ def test_every_step_once(steps, balance):
         for items in (0, 1, 3, 16, 131, 132, 133, 200, 270):
             done, parts, needed, load = np.zeros((items, steps), int), {}, {}, []
             for block in range(blocks):
-                turns, segment = schedule(np.int32(items), steps, np.int32(block), blocks, balance)
-                mine = [tuple(map(int, segment(np.int32(t)))) for t in range(int(turns))]
+                dealt, rest = schedule(np.int32(items), steps, np.int32(block), blocks, balance)
+                mine = [dealt_item(t, steps, block, blocks) for t in range(int(dealt))]
+                mine = [tuple(map(int, s)) for s in (*mine, *(map(rest, range(2)) if rest else ()))]
                 mine = [s for s in mine if s[2] > s[1]]
                 load.append(sum(stop - start for _, start, stop, _ in mine))
                 for order, (item, start, stop, others) in enumerate(mine):

@@ -3,8 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from pallas.experts import published
 
+from ddtree_jax.checkpoint import load_target, save_target
+from ddtree_jax.loading import BUNDLED
+from ddtree_jax.model.kimi import merge_kimi
 from ddtree_jax.model.quantize import pack_int4, unpack_int4
 from ddtree_jax.pallas import expert_weights
 from ddtree_jax.pallas.expert_weights import (
@@ -17,6 +21,7 @@ from ddtree_jax.pallas.expert_weights import (
     layer_matrices,
     stack_shape,
 )
+from ddtree_jax.shards import read_json
 
 
 def bits(scales):
@@ -86,3 +91,18 @@ def test_block_values_are_the_matrix():
     words = np.asarray(weight.words)[0, 1, 192:256]
     assert (np.asarray(nibbles) - 8 == unpack_int4(words)).all()
     assert (bits(scales) == bits(weight.scales)[0, 1, 192:256]).all()
+
+
+def test_loading_packs_every_expert(tmp_path):
+    """kimi-nano with records holds the published bits; such a target is not saved by mistake."""
+    folder = BUNDLED / "kimi-nano"
+    loaded = [load_target(folder, "bfloat16", records) for records in (False, True)]
+    assert [config.expert_records for config, _ in loaded] == [False, True]
+    stored, packed = (merge_kimi(c, leaves, "bfloat16").experts.weights() for c, leaves in loaded)
+    for weight, kept in zip(stored, packed, strict=True):
+        back = expert_weights.published(kept.words, kept.part)
+        assert (np.asarray(back.words) == np.asarray(weight.words)).all()
+        assert (bits(back.scales) == bits(weight.scales)).all()
+    config, leaves = loaded[1]
+    with pytest.raises(ValueError, match="records"):
+        save_target(tmp_path, config, read_json(folder, "config.json"), leaves)
