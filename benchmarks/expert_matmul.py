@@ -208,11 +208,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=results_file.RESULTS / "expert_matmul.json")
     parser.add_argument("--configs", action="store_true", help="also time other configurations")
+    parser.add_argument(
+        "--seconds", type=float, default=200, help="start no other configuration after so long"
+    )
     parser.add_argument("--rows", type=int, nargs="*", help="only these row counts; writes nothing")
     parser.add_argument("--samples", type=int, default=7)
     options = parser.parse_args()
     cases = [c for c in CASES if not options.rows or c.rows in options.rows]
-    before = ceilings.measure()
+    begun, before = time.perf_counter(), ceilings.measure()
     print(before, flush=True)
     weights = {
         w: jax.block_until_ready(draw_records(w, EXPERTS, w, HIDDEN)) for w in (WIDTH, SLICE)
@@ -222,6 +225,8 @@ def main() -> None:
     for case in cases:
         tried = [None, *(alternatives(case) if options.configs else ())]
         for config in tried:
+            if config is not None and time.perf_counter() - begun > options.seconds:
+                break
             try:
                 point = measure(
                     case, weights[case.expert_width], config, reference, options.samples
