@@ -16,20 +16,19 @@ contiguously, and rows past the slot's end not at all.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Int32
+from jaxtyping import Array, BFloat16, Int32
 
 from ddtree_jax.pallas.expert_config import ExpertConfig
-from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, MASK, OFFSET, STOCK, Functions, zeros
+from ddtree_jax.pallas.expert_multiply import INLINE, MASK, STOCK, Functions, zeros
 from ddtree_jax.pallas.expert_schedule import dealt_item, schedule
-from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, ROWS, Records, stack_shape
-from ddtree_jax.pallas.expert_work import Work
+from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, ROWS, Records, stack_shape
+from ddtree_jax.pallas.expert_work import Rows, Work
 
 _BLOCKS = ROWS // BLOCK
 HALF = ROWS // 2
@@ -90,13 +89,6 @@ class _Dense:
 
 def _tiled(swizzle: int):
     return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
-
-
-class Rows(NamedTuple):
-    """Sorted rows as a launch reads them. `bias` [rows/8, inputs/128, 4, 8] serves scale="bias"."""
-
-    values: BFloat16[Array, "rows inputs"]
-    bias: Float[Array, "eights steps 4 8"] | None
 
 
 def gate_up(
@@ -349,12 +341,3 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
 def place_of(layer) -> Int32[Array, "2"]:
     """What a launch reads besides work: the layer, and a constant it wants from memory."""
     return jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(MASK)])
-
-
-def sorted_rows(x: BFloat16[Array, "m inputs"], work: Work, config: ExpertConfig) -> Rows:
-    """The rows of x in the order of the work list, and the bias that goes with them."""
-    values = x[work.row]
-    if not config.biased:
-        return Rows(values, None)
-    groups = values.astype(jnp.float32).reshape(-1, 8, x.shape[1] // DEPTH, GROUPS, GROUP)
-    return Rows(values, -OFFSET * groups.sum(axis=-1).transpose(0, 2, 3, 1))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ddtree_jax.pallas.expert_config import ExpertConfig, choose_config
 from ddtree_jax.pallas.expert_kernel import down as down_kernel
 from ddtree_jax.pallas.expert_kernel import gate_up as gate_up_kernel
-from ddtree_jax.pallas.expert_kernel import place_of, sorted_rows
+from ddtree_jax.pallas.expert_kernel import place_of
 from ddtree_jax.pallas.expert_sort import MAX_PAIRS, sort_rows
 from ddtree_jax.pallas.expert_weights import (
     DEPTH,
@@ -27,7 +27,7 @@ from ddtree_jax.pallas.expert_weights import (
     layer_matrices,
     stack_shape,
 )
-from ddtree_jax.pallas.expert_work import work_list
+from ddtree_jax.pallas.expert_work import sorted_rows, work_list
 
 
 def expert_mlp(x, gate, up, down, layer, ids, weights, first=0) -> Float[Array, "m hidden"]:

@@ -23,10 +23,9 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, block_values, scaled
+from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, GROUP, OFFSET, block_values, scaled
 
 GROUPS = DEPTH // GROUP
-OFFSET = 136  # of a nibble made bf16: 128 of the exponent, 8 of the storage
 # Kept in memory: as an immediate it would be moved into a register again for every pair.
 MASK = 0x000F000F
 _WGMMA, _SCALAR = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT()

@@ -1,6 +1,6 @@
 """Work list and sorted rows of a small batch in one launch, where every launch is felt.
 
-The function is `expert_work.work_list` and `expert_kernel.sorted_rows` for tiles of 8 rows, but
+The function is `expert_work.work_list` and `expert_work.sorted_rows` for tiles of 8 rows, but
 slots come in the order in which their experts first appear. Every block works the whole list out
 for itself (pairs x pairs comparisons) and then copies its share of the rows:
 
@@ -16,10 +16,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, BFloat16, Float, Int32
 
 from ddtree_jax.pallas.expert_config import FLAGS
-from ddtree_jax.pallas.expert_kernel import Rows
 from ddtree_jax.pallas.expert_multiply import GROUPS, INLINE, STOCK
 from ddtree_jax.pallas.expert_weights import DEPTH
-from ddtree_jax.pallas.expert_work import Work, row_bound, slot_bound
+from ddtree_jax.pallas.expert_work import Rows, Work, row_bound, slot_bound
 
 MAX_PAIRS = 640  # beyond, comparing all pairs takes longer than the launches it saves
 _LANES = 128

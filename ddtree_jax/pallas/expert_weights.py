@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int, Int32
 GROUP = 32  # inputs that share a scale
 BLOCK = 64  # output rows one warpgroup multiplies at once
 ROWS, DEPTH = 4 * BLOCK, 128  # of a record
+OFFSET = 136  # of a nibble the kernel makes bf16: 128 of the exponent, 8 of the storage
 
 
 class Int4(NamedTuple):

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, BFloat16, Float, Int, Int32
 
-from ddtree_jax.pallas.expert_config import FLAGS
+from ddtree_jax.pallas.expert_config import FLAGS, ExpertConfig
+from ddtree_jax.pallas.expert_weights import DEPTH, GROUP, OFFSET
 
 
 class Work(NamedTuple):
@@ -20,6 +21,13 @@ class Work(NamedTuple):
     pair: Int32[Array, " rows"]  # its pair, row * k + choice; 0 where padded
     share: Float[Array, " rows"]  # its router weight
     flags: tuple[Int32[Array, " blocks"], ...]  # zeros, for each of the two launches
+
+
+class Rows(NamedTuple):
+    """Sorted rows as a launch reads them. `bias` [rows/8, inputs/128, 4, 8] serves scale="bias"."""
+
+    values: BFloat16[Array, "rows inputs"]
+    bias: Float[Array, "eights steps 4 8"] | None
 
 
 def work_list(
@@ -60,3 +68,12 @@ def slot_bound(pairs: int, experts: int, tile: int) -> int:
 def row_bound(pairs: int, experts: int) -> int:
     """The most sorted rows, those between experts counted."""
     return 8 * slot_bound(pairs, experts, 8)
+
+
+def sorted_rows(x: BFloat16[Array, "m inputs"], work: Work, config: ExpertConfig) -> Rows:
+    """The rows of x in the order of the work list, and the bias that goes with them."""
+    values = x[work.row]
+    if not config.biased:
+        return Rows(values, None)
+    groups = values.astype(jnp.float32).reshape(-1, 8, x.shape[1] // DEPTH, DEPTH // GROUP, GROUP)
+    return Rows(values, -OFFSET * groups.sum(axis=-1).transpose(0, 2, 3, 1))
