@@ -13,13 +13,18 @@ import jax
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(path: Path, summary: dict, points: list[dict], notes: list[str]) -> None:
-    """Write one result file; `summary` is flat, each point a case with its settings."""
+def write(
+    path: Path, summary: dict, points: list[dict], notes: list[str], ceilings: dict | None = None
+) -> None:
+    """Write one result file; `summary` is flat, each point a case with its settings.
+
+    `ceilings` (before and after, `ceilings.measure`) stand beside the card's name.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "summary": summary,
         "notes": notes,
-        "machine": machine(),
+        "machine": machine() | (ceilings or {}),
         "versions": versions(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -8,6 +8,7 @@ order (pairs are neighbours) into half-split order (`model.rope`).
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.model.dflash import dflash_graph
 from ddtree_jax.model.kimi import kimi_graph
+from ddtree_jax.pallas.expert_weights import GROUP, Int4, down_records, gate_up_records
 from ddtree_jax.read_config import read_drafter_config, read_target_config
 from ddtree_jax.shards import CONFIG, SHARD_BYTES, Shards, Tensor, read_json, write
 
@@ -27,6 +29,7 @@ Leaves = tuple[jax.Array, ...]
 
 _PREFIX = "language_model."  # of text keys in checkpoints with a vision tower
 _SKIPPED = re.compile(r"^(vision_tower|mm_projector)\.|\.rotary_emb\.inv_freq$")
+_RECORDS = {"gate_up_records": ("gate", "up"), "down_records": ("down",)}
 _FLOATS = ("BF16", "F16", "F32", "F64")
 # The last word of a published name: the dtype it is written in, the dtypes it is read from.
 _DTYPES = {
@@ -53,12 +56,15 @@ class Piece(NamedTuple):
         return _DTYPES[self.key.rsplit(".", 1)[-1]]
 
 
-def load_target(folder: str | Path, dtype) -> tuple[KimiConfig, Leaves]:
+def load_target(folder: str | Path, dtype, records: bool = False) -> tuple[KimiConfig, Leaves]:
     """Read a Kimi checkpoint; weights become `dtype`, but for INT4 experts and the router's bias.
 
-    FileNotFoundError or ValueError names what is missing, unexpected, or unlike the config.
+    `records`: INT4 experts are packed for the Hopper kernel, where their sizes fit it; such a
+    target cannot be saved. FileNotFoundError or ValueError names what is missing, unexpected, or
+    unlike the config.
     """
     config = _read_config(folder, read_target_config)
+    config = replace(config, expert_records=records and config.fits_records)
     shards = Shards(folder)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in shards.names) else ""
     return config, _load(shards, leaves_by_path(config, dtype), _target_pieces(config, prefix))
@@ -85,6 +91,8 @@ def save_target(
     `published` becomes `config.json` and must describe `config`; keys carry `language_model.` if it
     has a `text_config`. Weights of a wider dtype are rounded to bf16.
     """
+    if config.expert_records:
+        raise ValueError("expert_records=True: load the target without records to save it")
     if read_target_config(published) != config:
         raise ValueError("the published config does not describe the target's config")
     prefix = _PREFIX if "text_config" in published else ""
@@ -165,6 +173,14 @@ def _expert_pieces(
     config: KimiConfig, prefix: str, path: str, name: str, shape: tuple[int, ...]
 ) -> Iterator[Piece]:
     """The tensors of one stacked leaf [moe layers, experts, out, ..]: `gate`, `gate_words`, .."""
+    if name in _RECORDS:
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+        for part in _RECORDS[name]:
+            out, inner = (hidden, width) if part == "down" else (width, hidden)
+            for kind, size in (("words", inner // 8), ("scales", inner // GROUP)):
+                stack = (*shape[:2], out, size)
+                yield from _expert_pieces(config, prefix, path, f"{part}_{kind}", stack)
+        return
     projection, _, part = name.partition("_")
     suffix = {"": "weight", "words": "weight_packed", "scales": "weight_scale"}[part]
     for layer, expert in np.ndindex(shape[:2]):
@@ -212,6 +228,8 @@ def _load(shards: Shards, wanted: Mapping[str, Any], pieces: list[Piece]) -> Lea
             raise ValueError(f"{piece.key}: says {said}, the config wants {list(piece.value)}")
 
     def fill(path: str) -> jax.Array:
+        if path.rpartition("/")[2] in _RECORDS:
+            return _fill_records(shards, wanted[path], of_leaf[path])
         buffer = np.empty(wanted[path].shape, wanted[path].dtype)
         for piece in of_leaf[path]:
             tensor = shards.read(piece.key)
@@ -221,6 +239,25 @@ def _load(shards: Shards, wanted: Mapping[str, Any], pieces: list[Piece]) -> Lea
         return jnp.asarray(buffer)
 
     return tuple(fill(path) for path in wanted)
+
+
+def _fill_records(shards: Shards, leaf, pieces: list[Piece]) -> jax.Array:
+    """Pack expert by expert, in place, on the default device: nothing is held twice."""
+    buffer = jnp.zeros(leaf.shape, leaf.dtype)
+    of_expert: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        of_expert.setdefault(piece.index, []).append(piece)
+    for index, tensors in of_expert.items():
+        parts = [shards.read(piece.key) for piece in tensors]  # words, scales of one or of both
+        buffer = _pack_into(buffer, jnp.asarray(index, jnp.int32), parts)
+    return buffer
+
+
+@partial(jax.jit, donate_argnums=0)
+def _pack_into(buffer: jax.Array, index: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    weights = [Int4(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    records = gate_up_records(*weights) if len(weights) == 2 else down_records(*weights)
+    return buffer.at[index[0], index[1]].set(records)
 
 
 def _save(folder, published, config, pieces, leaves, shard_bytes, single) -> None:

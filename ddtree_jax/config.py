@@ -74,6 +74,8 @@ class KimiConfig:
     # The class default of the published modelling file, not rms_norm_eps; engines differ here.
     latent_norm_eps: float = 1e-6
     expert_bits: int | None = None  # 4: INT4 routed experts, groups of 32; None: dense
+    # Not published: INT4 experts are kept in the records of the Hopper kernel (pallas/).
+    expert_records: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -112,6 +114,14 @@ class KimiConfig:
         for name in ("hidden_size", "moe_intermediate_size") if self.expert_bits else ():
             size = getattr(self, name)
             require(size % 32 == 0, name, size, "a multiple of 32, the INT4 group size")
+        fits = not self.expert_records or self.fits_records
+        require(fits, "expert_records", self.expert_records, "False for these experts")
+
+    @property
+    def fits_records(self) -> bool:
+        """Whether the kernel's records can hold the experts: whole tiles of INT4."""
+        sizes = self.hidden_size % 256 == 0 and self.moe_intermediate_size % 128 == 0
+        return self.expert_bits == 4 and self.num_moe_layers > 0 and sizes
 
     @property
     def num_moe_layers(self) -> int:

@@ -83,7 +83,8 @@ TARGET_IMPLIED = _words(
     "num_key_value_heads head_dim qk_head_dim num_local_experts layer_types mlp_layer_types"
 )
 TARGET = Known(
-    read=frozenset(KimiConfig.__dataclass_fields__) - {"yarn", "expert_bits", "eos_token_ids"}
+    read=frozenset(KimiConfig.__dataclass_fields__)
+    - {"yarn", "expert_bits", "expert_records", "eos_token_ids"}
     | TARGET_IMPLIED
     | _ROPE
     | {"eos_token_id", "quantization_config"},

@@ -67,7 +67,9 @@ def load(
         raise FileNotFoundError(
             f"no model {str(path)!r}: neither a folder nor bundled ({', '.join(names)})"
         )
-    config, target = load_target(folder, dtype)
+    # The kernel that reads records takes bf16 rows; elsewhere experts stay as published.
+    records = dtype == "bfloat16" and jax.default_backend() == "gpu"
+    config, target = load_target(folder, dtype, records)
     drafter_config, leaves = None, None
     if drafter is not None or os.path.lexists(folder / "dflash"):
         where = folder / "dflash" if drafter is None else Path(drafter)

@@ -40,7 +40,7 @@ def read_target_config(published: Mapping[str, Any]) -> KimiConfig:
         fields = _merged(text, published, TARGET.read - {"eos_token_id"}, "text_config.")
     check_fields(fields, TARGET)
     fields["rope_theta"], yarn = read_rope(fields)
-    made = {"yarn", "expert_bits", "eos_token_ids"}
+    made = {"yarn", "expert_bits", "expert_records", "eos_token_ids"}
     optional = {"q_lora_rank": None, "latent_norm_eps": KimiConfig.latent_norm_eps}
     names = [name for name in KimiConfig.__dataclass_fields__ if name not in made]
     _require_present(fields, [name for name in names if name not in optional])

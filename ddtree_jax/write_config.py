@@ -6,7 +6,7 @@
 from typing import Any
 
 from ddtree_jax.config import DFlashConfig, KimiConfig, Yarn
-from ddtree_jax.pallas.expert_matmul import GROUP
+from ddtree_jax.pallas.expert_weights import GROUP
 from ddtree_jax.read_rope import read_yarn
 from ddtree_jax.tokenizer import SPECIAL_TOKENS
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ddtree_jax.model.quantize import pack_int4, quantize_int4, unpack_int4
-from ddtree_jax.pallas.expert_matmul import dequantize
+from ddtree_jax.pallas.expert_weights import dequantize
 
 GOLDEN = np.array([-8, -7, 0, 7, 1, 2, 3, -1], np.int8)
 

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.layers import MLP, matmul
-from ddtree_jax.pallas.expert_matmul import GROUP, Int4
+from ddtree_jax.pallas.expert_router import choose
+from ddtree_jax.pallas.expert_weights import GROUP, Int4, Records, Weight, records_shape
 
 
 class Router(nnx.Module):
@@ -30,30 +31,47 @@ class Router(nnx.Module):
     ) -> tuple[Int[Array, "m k"], Float[Array, "m k"]]:
         """Expert ids and weights of every row; rows that are not valid go to no expert (id E)."""
         c = self.config
+        how = c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor
+        logits = self.logits(x, self.weight[...])
+        return choose(logits, self.e_score_correction_bias[...], valid, *how)
+
+    def logits(self, x, weight) -> Float[Array, "m e"]:
+        """Products of bf16 are exact in float32: a GPU need not widen the operands first."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        scores = jax.nn.sigmoid(matmul(x.astype(wide), self.weight[...].astype(wide)))
-        biased = scores + self.e_score_correction_bias[...].astype(wide)[None]
-        _, ids = lax.top_k(biased, c.num_experts_per_tok)
-        weights = jnp.take_along_axis(scores, ids, axis=-1)
-        if c.norm_topk_prob:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        return jnp.where(valid[:, None], ids, c.n_routed_experts), weights * c.routed_scaling_factor
+
+        def widened(x, weight):
+            return matmul(x.astype(wide), weight.astype(wide))
+
+        if not x.dtype == weight.dtype == jnp.bfloat16:
+            return widened(x, weight)
+        return lax.platform_dependent(
+            x, weight, default=widened,
+            cuda=lambda x, w: jnp.einsum("mi,ei->me", x, w, preferred_element_type=wide),
+        )  # fmt: skip
 
 
 class Experts(nnx.Module):
     """All routed experts of all MoE layers, stacked: no step ever slices a layer out.
 
     Each of gate, up [layers, experts, width, hidden] and down [.., hidden, width] is dense, or INT4
-    as a pair of `words` and `scales`.
+    as a pair of `words` and `scales`, or INT4 in `records`, gate and up in one array.
     """
 
     def __init__(self, config: KimiConfig, *, rngs: nnx.Rngs, dtype, gain: float = 1.0):
         width, hidden = config.moe_intermediate_size, config.hidden_size
+        self.quantized, self.records = config.expert_bits == 4, config.expert_records
+        if self.records:
+            for part, out, inner in (("gate", width, hidden), ("down", hidden, width)):
+                name = "down_records" if part == "down" else "gate_up_records"
+                shape = (config.num_moe_layers, config.n_routed_experts)
+                records = jnp.zeros((*shape, *records_shape(part, out, inner)), jnp.int32)
+                setattr(self, name, nnx.Param(records))
+            return
         for name, out, inner, g in (
             ("gate", width, hidden, 1.0), ("up", width, hidden, 1.0), ("down", hidden, width, gain)
         ):  # fmt: skip
             stack = (config.num_moe_layers, config.n_routed_experts, out)
-            if config.expert_bits == 4:
+            if self.quantized:
                 words = jnp.zeros((*stack, inner // 8), jnp.int32)
                 setattr(self, f"{name}_words", nnx.Param(words))
                 scales = jnp.zeros((*stack, inner // GROUP), jnp.bfloat16)
@@ -61,10 +79,12 @@ class Experts(nnx.Module):
             else:
                 values = jax.random.normal(rngs.params(), (*stack, inner)) * g * inner**-0.5
                 setattr(self, name, nnx.Param(values.astype(dtype)))
-        self.quantized = config.expert_bits == 4
 
-    def weights(self) -> tuple[Array | Int4, Array | Int4, Array | Int4]:
+    def weights(self) -> tuple[Weight, Weight, Weight]:
         """gate, up and down as the grouped matmul takes them."""
+        if self.records:
+            both, down = self.gate_up_records[...], self.down_records[...]
+            return Records(both, "gate"), Records(both, "up"), Records(down, "down")
         if not self.quantized:
             return self.gate[...], self.up[...], self.down[...]
         return tuple(

@@ -1,4 +1,4 @@
-"""INT4 weights in the published form, in NumPy: the inverse of `expert_matmul.dequantize`.
+"""INT4 weights in the published form, in NumPy: the inverse of `expert_weights.dequantize`.
 
 Symmetric, one bf16 scale for every 32 inputs of an output row. A value q in [-8, 7] is stored as
 q + 8 in four bits, eight values a 32-bit word, least significant nibble first.
@@ -7,7 +7,7 @@ q + 8 in four bits, eight values a 32-bit word, least significant nibble first.
 import ml_dtypes
 import numpy as np
 
-from ddtree_jax.pallas.expert_matmul import GROUP
+from ddtree_jax.pallas.expert_weights import GROUP
 
 _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)
 

@@ -13,7 +13,7 @@ from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.attention import causal_attention
 from ddtree_jax.model.kimi import Kimi, Rows, merge_kimi
 from ddtree_jax.model.layers import matmul, precision
-from ddtree_jax.pallas.expert_matmul import GROUP
+from ddtree_jax.pallas.expert_weights import GROUP
 from ddtree_jax.train.params import Flat, leaves
 
 KEEP_WIDE = "e_score_correction_bias"  # float32 in the checkpoint too

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from safetensors import safe_open
 from safetensors.flax import save_file
 
-from ddtree_jax.pallas.expert_matmul import dequantize
+from ddtree_jax.pallas.expert_weights import dequantize
 from ddtree_jax.train.forward import KEEP_WIDE, pack, quantize
 from ddtree_jax.train.params import Flat
 

@@ -7,12 +7,11 @@ import pytest
 
 from ddtree_jax.model.quantize import quantize_int4
 from ddtree_jax.pallas.expert_matmul import (
-    Int4,
-    dequantize,
     expert_mlp,
     expert_mlp_dense,
     expert_mlp_reference,
 )
+from ddtree_jax.pallas.expert_weights import Int4, dequantize
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 2, 6, 32, 64
 

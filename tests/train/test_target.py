@@ -10,7 +10,8 @@ import pytest
 
 from ddtree_jax.model.attention import causal_attention
 from ddtree_jax.model.kimi import Kimi, merge_kimi
-from ddtree_jax.pallas.expert_matmul import dequantize, expert_mlp_reference
+from ddtree_jax.pallas.expert_matmul import expert_mlp_reference
+from ddtree_jax.pallas.expert_weights import dequantize
 from ddtree_jax.train import forward, store, target
 from ddtree_jax.train.nano import TINY
 from ddtree_jax.train.optimizer import Optimizer, orthogonal
