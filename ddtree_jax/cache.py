@@ -23,14 +23,15 @@ class Cache:
     values: Float[Array, "dlayers pages page kv d"] | None
 
 
-def empty_cache(config: KimiConfig, drafter: DFlashConfig | None, pages: int, dtype) -> Cache:
-    """Zeroed pools of `pages` pages."""
+def empty_cache(
+    config: KimiConfig, drafter: DFlashConfig | None, pages: int, dtype, heads: int | None = None
+) -> Cache:
+    """Zeroed pools of `pages` pages; `heads` are the drafter's key heads, where they are padded."""
     latents = jnp.zeros((config.num_hidden_layers, pages, PAGE_SIZE, config.latent_size), dtype)
     if drafter is None:
         return Cache(latents, None, None)
-    shape = (
-        drafter.num_hidden_layers, pages, PAGE_SIZE, drafter.num_key_value_heads, drafter.head_dim
-    )  # fmt: skip
+    heads = drafter.num_key_value_heads if heads is None else heads
+    shape = (drafter.num_hidden_layers, pages, PAGE_SIZE, heads, drafter.head_dim)
     return Cache(latents, jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 

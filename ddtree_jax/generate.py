@@ -14,6 +14,7 @@ from ddtree_jax.checks import require
 from ddtree_jax.config import Sampling, Speculation
 from ddtree_jax.loading import Model
 from ddtree_jax.prefill import Prompt, check_request, listed, prefill
+from ddtree_jax.sharding import on_mesh
 from ddtree_jax.state import REASONS, RUNNING, DecodeState, Weights
 from ddtree_jax.step import autoregressive_step, ddtree_step, dflash_step, served_block_size
 from ddtree_jax.stops import EVERY, end_requests, find, held_back, visible
@@ -192,16 +193,23 @@ def decode(weights: Weights, state: DecodeState, step: Method, passes):
     streaming.
     """
 
-    def more(carry):
-        state, done = carry
-        return state.active.any() & (done < passes)
+    def run(weights, state, passes):
+        def running(state):
+            return weights.plan.any(state.active.any())
 
-    def body(carry):
-        state, done = carry
-        return step(weights, state), done + 1
+        def more(carry):
+            _, some, done = carry
+            return some & (done < passes)
 
-    state, _ = lax.while_loop(more, body, (state, jnp.int32(0)))
-    return state, state.active.any()
+        def body(carry):
+            state, _, done = carry
+            state = step(weights, state)
+            return state, running(state), done + 1
+
+        state, some, _ = lax.while_loop(more, body, (state, running(state), jnp.int32(0)))
+        return state, some
+
+    return on_mesh(run, weights, state, passes, flag=True)
 
 
 def completion(

@@ -12,10 +12,12 @@ import numpy as np
 from ddtree_jax.cache import empty_cache, identity_tables, scatter_tokens
 from ddtree_jax.checks import is_int, require, show
 from ddtree_jax.config import PAGE_SIZE, Sampling
+from ddtree_jax.decide import coupled_tokens, shared_noise
 from ddtree_jax.loading import Model
 from ddtree_jax.model.attention import expanded_attention
-from ddtree_jax.sampling import Law, bar_stops, choose, keyed_noise, log_law, perturbed
-from ddtree_jax.state import DecodeState, Weights, emit
+from ddtree_jax.sampling import Law
+from ddtree_jax.sharding import on_mesh, padded_heads, padded_requests, place_state
+from ddtree_jax.state import RUNNING, STOP, DecodeState, Weights, emit
 
 Prompt = str | Sequence[int]
 
@@ -38,30 +40,11 @@ def prefill(
     max_new_tokens = int(max_new_tokens)
     longest = max(len(i) for i in ids) + max_new_tokens
     pages = _power_of_two(-(-longest // PAGE_SIZE))
-    requests = len(ids)
     stops = [model.stop_ids + s.stop_ids for s in samplings]
     widest = max(1, *map(len, stops))
-    capacity = _power_of_two(max_new_tokens)
-    state = DecodeState(
-        cache=empty_cache(config, weights.drafter_config, requests * pages, weights.dtype),
-        block_tables=identity_tables(requests, pages),
-        lengths=jnp.zeros(requests, jnp.int32),
-        root=jnp.zeros(requests, jnp.int32),
-        tokens=jnp.zeros((requests, capacity), jnp.int32),
-        count=jnp.zeros(requests, jnp.int32),
-        limit=jnp.full(requests, max_new_tokens, jnp.int32),
-        stop_ids=jnp.asarray([s + (-1,) * (widest - len(s)) for s in stops], jnp.int32),
-        law=Law.of(samplings),
-        reason=jnp.zeros(requests, jnp.int32),
-        depth=jnp.zeros((requests, capacity), jnp.int32),
-        rank=jnp.full((requests, capacity), -1, jnp.int32),
-        nodes=jnp.zeros((requests, capacity), jnp.int32),
-        experts=(
-            jnp.zeros((requests, capacity, config.num_moe_layers), jnp.int32)
-            if count_experts and config.num_moe_layers
-            else None
-        ),
-    )
+    stop_ids = [s + (-1,) * (widest - len(s)) for s in stops]
+    counted = config.num_moe_layers if count_experts else 0
+    state = empty_state(weights, samplings, stop_ids, max_new_tokens, pages, counted)
     for request, tokens in enumerate(ids):
         padded = np.zeros(max(64, _power_of_two(len(tokens))), np.int32)
         padded[: len(tokens)] = tokens
@@ -71,38 +54,93 @@ def prefill(
     return state
 
 
+def empty_state(
+    weights: Weights,
+    samplings: list[Sampling],
+    stop_ids: list[tuple[int, ...]],
+    max_new_tokens: int,
+    pages: int,
+    counted_layers: int,
+) -> DecodeState:
+    """Requests before their prefill, `pages` pages each, on the devices of the plan.
+
+    Where requests are split over devices and do not divide, further ones stand at the end that have
+    stopped from the start. Page numbers are those of the device that has the request.
+    """
+    plan, config, drafter = weights.plan, weights.config, weights.drafter_config
+    given, capacity = len(samplings), _power_of_two(max_new_tokens)
+    requests = padded_requests(plan, given)
+    spare = requests - given
+    heads = None if drafter is None else padded_heads(plan, drafter)
+    samplings = [*samplings, *[Sampling()] * spare]
+    stop_ids = [*stop_ids, *[(-1,) * len(stop_ids[0])] * spare]
+    groups = plan.size if plan.splits("requests") else 1
+
+    def make():
+        return DecodeState(
+            cache=empty_cache(config, drafter, requests * pages, weights.dtype, heads),
+            block_tables=jnp.tile(identity_tables(requests // groups, pages), (groups, 1)),
+            lengths=jnp.zeros(requests, jnp.int32),
+            root=jnp.zeros(requests, jnp.int32),
+            tokens=jnp.zeros((requests, capacity), jnp.int32),
+            count=jnp.zeros(requests, jnp.int32),
+            limit=jnp.full(requests, max_new_tokens, jnp.int32),
+            stop_ids=jnp.asarray(stop_ids, jnp.int32),
+            law=Law.of(samplings),
+            reason=jnp.asarray([RUNNING] * given + [STOP] * spare, jnp.int32),
+            depth=jnp.zeros((requests, capacity), jnp.int32),
+            rank=jnp.full((requests, capacity), -1, jnp.int32),
+            nodes=jnp.zeros((requests, capacity), jnp.int32),
+            experts=(
+                jnp.zeros((requests, capacity, counted_layers), jnp.int32)
+                if counted_layers
+                else None
+            ),
+        )
+
+    return place_state(plan, make)
+
+
 @partial(jax.jit, donate_argnames="state")
 def prefill_request(weights: Weights, state: DecodeState, request, tokens, length) -> DecodeState:
     """Prefill one request of the batch: tokens [t], of which the first `length` are its prompt.
 
-    Attention is expanded (keys and values per head): cheaper than absorbed for so many rows.
+    Attention is expanded (keys and values per head): cheaper than absorbed for so many rows. All
+    devices work on the same rows, also where they split requests.
     """
-    target = weights.target_module()
+    return on_mesh(_prefill_request, weights, state, request, tokens, length, same_rows=True)
+
+
+def _prefill_request(weights: Weights, state: DecodeState, request, tokens, length):
+    target, plan, requests = weights.target_module(), weights.plan, state.root.shape[0]
+    request = plan.own_request(request, requests)
+    mine = (request >= 0) & (request < requests)
+    # Another device's request is worked on with it, and leaves nothing here.
+    place = jnp.clip(request, 0, requests - 1)
+    table, kept = state.block_tables[place][None], jnp.where(mine, length, 0)
     t = tokens.shape[0]
     positions = jnp.arange(t, dtype=jnp.int32)
 
     taps = () if weights.drafter_config is None else weights.drafter_config.target_layer_ids
     rows = target(tokens, positions, positions < length, expanded_attention, taps)
-    place = (state.block_tables[request][None], jnp.zeros(1, jnp.int32), length[None])
+    pages = (table, jnp.zeros(1, jnp.int32), kept[None])
     cache = state.cache
-    cache = replace(cache, latents=scatter_tokens(cache.latents, rows.latents[:, None], *place))
+    cache = replace(cache, latents=scatter_tokens(cache.latents, rows.latents[:, None], *pages))
     if weights.drafter is not None:
         keys, values = weights.drafter_module().context(rows.taps, positions)
         cache = replace(
             cache,
-            keys=scatter_tokens(cache.keys, keys[:, None], *place),
-            values=scatter_tokens(cache.values, values[:, None], *place),
+            keys=scatter_tokens(cache.keys, keys[:, None], *pages),
+            values=scatter_tokens(cache.values, values[:, None], *pages),
         )
-    logits = target.lm_head(rows.hidden[length - 1])[None]
-    law = jax.tree.map(lambda column: column[request][None], state.law)
-    broken = jnp.isnan(logits).any(axis=-1)
-    barred = law.min_new_tokens[:, None] > 0
-    stops = state.stop_ids[request][None]
-    log_p = log_law(bar_stops(logits[:, None], stops, barred)[:, 0], law)
-    noise = keyed_noise(law, length[None, None], weights.config.vocab_size)[:, 0]
-    first = choose(perturbed(log_p, noise, law), broken)[0]
+    logits = target.lm_head(rows.hidden[length - 1])[None, None]
+    law = jax.tree.map(lambda column: column[place][None], state.law)
+    at, vocab = length[None, None], weights.config.vocab_size
+    noise, barred = shared_noise(plan, law, at, vocab), law.min_new_tokens[:, None] > 0
+    stops = state.stop_ids[place][None]
+    first = coupled_tokens(plan, logits, law, at, noise, stops, barred, vocab)[0, 0]
     # Emit for this request alone: every other one is given no token and no failure.
-    own = jnp.arange(state.root.shape[0], dtype=jnp.int32) == request
+    own = jnp.arange(requests, dtype=jnp.int32) == request
     failed = own & (first < 0)
     state = replace(
         state,

@@ -10,6 +10,7 @@ from ddtree_jax.cache import Cache
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.model.dflash import DFlash, merge_dflash
 from ddtree_jax.model.kimi import Kimi, merge_kimi
+from ddtree_jax.parallel import ALONE, Plan
 from ddtree_jax.sampling import Law
 
 RUNNING, STOP, LENGTH, ERROR = range(4)  # values of DecodeState.reason
@@ -30,14 +31,15 @@ class Weights:
     config: KimiConfig = field(metadata={"static": True})
     drafter_config: DFlashConfig | None = field(metadata={"static": True})
     dtype: str = field(default="float32", metadata={"static": True})
+    plan: Plan = field(default=ALONE, metadata={"static": True})
 
     def target_module(self) -> Kimi:
-        return merge_kimi(self.config, self.target, self.dtype)
+        return merge_kimi(self.config, self.target, self.dtype, self.plan)
 
     def drafter_module(self) -> DFlash:
         if self.drafter is None:
             raise ValueError("this model has no drafter: only method='autoregressive' can run")
-        return merge_dflash(self.drafter_config, self.drafter, self.dtype)
+        return merge_dflash(self.drafter_config, self.drafter, self.dtype, self.plan)
 
 
 @jax.tree_util.register_dataclass

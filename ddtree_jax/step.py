@@ -5,6 +5,7 @@ in the tree they verify and in nothing else.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,19 @@ from jaxtyping import Array, Float, Int
 from ddtree_jax.cache import Cache, scatter_tokens
 from ddtree_jax.checks import is_int, require
 from ddtree_jax.config import PAGE_SIZE, Speculation
+from ddtree_jax.decide import (
+    best_candidates,
+    coupled_tokens,
+    drawn_chain,
+    rejection_walk,
+    shared_noise,
+)
 from ddtree_jax.model.dflash import DFlash, block_visibility, grouped_attention
 from ddtree_jax.model.kimi import Kimi, Rows
 from ddtree_jax.pallas.tree_attention import attend, plan_if_supported
-from ddtree_jax.rejection import distribution, draw, walk_chain, walk_tree
-from ddtree_jax.sampling import (
-    bar_stops,
-    choose,
-    keyed_coins,
-    keyed_noise,
-    log_law,
-    perturbed,
-    tempered,
-)
+from ddtree_jax.sharding import on_mesh
 from ddtree_jax.state import DecodeState, Weights, emit
-from ddtree_jax.tree import Tree, build, candidates, chain, walk
+from ddtree_jax.tree import Tree, build, walk
 
 
 def autoregressive_step(weights: Weights, state: DecodeState) -> DecodeState:
@@ -91,48 +90,35 @@ def draft_and_walk(
     shows what a step will commit.
     """
     target, law, horizon = weights.target_module(), state.law, block_size - 1
-    budget = speculation.budget
+    plan, vocab, budget = weights.plan, weights.config.vocab_size, speculation.budget
     # Column d belongs to the token at depth d+1, position S+d+1.
     positions = state.lengths[:, None] + jnp.arange(1, block_size + 1, dtype=jnp.int32)[None]
     coupled = speculation.acceptance == "coupled"
-    noise = keyed_noise(law, positions, weights.config.vocab_size) if coupled else None
+    noise = shared_noise(plan, law, positions, vocab) if coupled else None
+    q = None
     if budget == 0:
         empty = jnp.zeros((state.root.shape[0], 0, 1), jnp.float32)
         nodes = build(state.root, empty, empty.astype(jnp.int32), 0, state.active)
     else:
         logits = draft(target, weights.drafter_module(), state, block_size)
+        ahead, active = positions[:, :horizon], state.active
         if drawn:
-            q, nodes = _drawn_chain(state, logits, keyed_coins(law, positions[:, :horizon], 3))
+            q, nodes = drawn_chain(plan, logits, law, ahead, state.root, active, vocab)
         else:
-            scores = tempered(logits, law)
-            scores = perturbed(scores, noise[:, :horizon], law) if coupled else scores
-            log_q = jax.nn.log_softmax(scores.astype(jnp.float32))
-            found = candidates(log_q, speculation.top_k)
-            nodes = build(state.root, *found, budget, state.active)
+            there = None if noise is None else noise[:, :horizon]
+            how = speculation.top_k, vocab, coupled
+            found = best_candidates(plan, logits, law, ahead, there, *how)
+            nodes = build(state.root, *found, budget, active)
     logits, rows = verify(target, state, nodes, _tap_layers(weights))
-    broken = jnp.isnan(logits).any(axis=-1)
     barred = state.count[:, None] + nodes.depth < law.min_new_tokens[:, None]
-    log_p = log_law(bar_stops(logits, state.stop_ids, barred), law)
-    if coupled:
-        by_node = jnp.take_along_axis(noise, nodes.depth[..., None], axis=1)
-        chosen = choose(perturbed(log_p, by_node, law), broken)
-        return nodes, rows, *walk(nodes, chosen, horizon)
-    coins = keyed_coins(law, positions, 1), keyed_coins(law, positions, 2)
-    greedy = law.temperature <= 0
-    if drawn:
-        return nodes, rows, *walk_chain(nodes, q, log_p, broken, greedy, *coins)
-    return nodes, rows, *walk_tree(nodes, log_p, broken, greedy, *coins, horizon)
-
-
-def _drawn_chain(state: DecodeState, logits, coins) -> tuple[Float[Array, "r l v"], Tree]:
-    """A chain drawn from the drafter's own law at every position, and that law."""
-    law = state.law
-    greedy, log_q = law.temperature <= 0, log_law(logits, law)
-    q = jnp.stack([distribution(log_q[:, d], greedy) for d in range(logits.shape[1])], axis=1)
-    tokens = jnp.stack([draw(q[:, d], coins[:, d]) for d in range(logits.shape[1])], axis=1)
-    sound = ~jnp.isnan(logits).any(axis=-1)
-    drafted = jnp.cumprod(sound.astype(jnp.int32), axis=1).sum(axis=1)
-    return q, chain(state.root, tokens, drafted, state.active)
+    stops = state.stop_ids, barred
+    if not coupled:
+        walked = rejection_walk(plan, nodes, logits, law, positions, *stops, q, vocab)
+        return nodes, rows, *walked
+    by_node = None if noise is None else jnp.take_along_axis(noise, nodes.depth[..., None], axis=1)
+    after = node_positions(state, nodes) + 1
+    chosen = coupled_tokens(plan, logits, law, after, by_node, *stops, vocab)
+    return nodes, rows, *walk(nodes, chosen, horizon)
 
 
 def _step(
@@ -142,6 +128,18 @@ def _step(
     block_size: int,
     drawn: bool = False,
 ) -> DecodeState:
+    run = partial(_local_step, speculation=speculation, block_size=block_size, drawn=drawn)
+    return on_mesh(run, weights, state)
+
+
+def _local_step(
+    weights: Weights,
+    state: DecodeState,
+    speculation: Speculation,
+    block_size: int,
+    drawn: bool,
+) -> DecodeState:
+    """The step of this device's parts: all of it on one device."""
     nodes, rows, path, length, bonus = draft_and_walk(
         weights, state, speculation, block_size, drawn
     )
@@ -177,6 +175,7 @@ def draft(
     """Logits of the positions after the root: one drafter pass over the root and masks.
 
     Rows see the cached context (the window's pages only, in sliding layers) and their own block.
+    As with `verify`, a device that holds a part of the head gives its part of the vocabulary.
     """
     config, tables = drafter.config, state.block_tables
     requests, pages = tables.shape
@@ -203,7 +202,7 @@ def draft(
 
         return jax.vmap(one)(queries, keys, values, tables, state.lengths, positions)
 
-    hidden = drafter(target.embed_tokens(block), positions, attention)
+    hidden = drafter(target.embed(block), positions, attention)
     return target.lm_head(hidden[:, 1:])
 
 
@@ -218,7 +217,7 @@ def verify(
     config, pool = target.config, state.cache.latents
     place = (state.block_tables, state.lengths, starts, ancestors)
     sizes = dict(value_size=config.kv_lora_rank, max_rows=nodes)
-    plan = plan_if_supported(pool, *place, heads=config.num_attention_heads, **sizes)
+    plan = plan_if_supported(pool, *place, heads=target.heads, **sizes)
 
     def attention(mla, x, positions, layer):
         nope, rope, latents = mla.project(x, positions)

@@ -61,8 +61,13 @@ def use_knowing_drafter(monkeypatch, model, prompts, completions):
     return replace(model, weights=replace(model.weights, drafter=(jnp.asarray(truth),)))
 
 
-def poison(state):
-    """NaN in every cache slot that holds no committed token, spare pages included."""
+def poison(state, groups=1):
+    """NaN in every cache slot that holds no committed token, spare pages included.
+
+    `groups`: on so many devices each has a share of the requests, and numbers its own pages.
+    """
+    requests = state.block_tables.shape[0]
+    group = jnp.arange(requests, dtype=jnp.int32) // (requests // groups)
 
     def fill(pool):
         if pool is None:
@@ -70,7 +75,8 @@ def poison(state):
         pages = jnp.arange(state.block_tables.shape[1], dtype=jnp.int32) * PAGE_SIZE
         place = pages[:, None] + jnp.arange(PAGE_SIZE, dtype=jnp.int32)[None]
         free = place[None] >= state.lengths[:, None, None]  # [r, pages, 64]
-        owned = jnp.ones(pool.shape[1:3], bool).at[state.block_tables].set(free)
+        tables = state.block_tables + (group * (pool.shape[1] // groups))[:, None]
+        owned = jnp.ones(pool.shape[1:3], bool).at[tables].set(free)
         return jnp.where(owned.reshape(1, *owned.shape, *(1,) * (pool.ndim - 3)), jnp.nan, pool)
 
     cache = state.cache
@@ -80,7 +86,9 @@ def poison(state):
 def decode(model, prompts, method, speculation=TREE, sampling=GREEDY, new=NEW):
     """The final state of a batch whose caches were poisoned before the first pass."""
     step = Method(method, speculation, model.weights)
-    state = poison(dd.prefill(model, prompts, sampling, new))
+    plan = model.weights.plan
+    groups = plan.size if plan.splits("requests") else 1
+    state = poison(dd.prefill(model, prompts, sampling, new), groups)
     return run(model.weights, state, step, FOREVER)[0]
 
 

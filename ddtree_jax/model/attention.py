@@ -19,6 +19,9 @@ from ddtree_jax.model.rope import cos_sin, rotate
 class MLA(nnx.Module):
     """The projections around attention; the attention itself is the caller's.
 
+    Heads are counted from the weights: with a part of them the output is that part's share of the
+    sum over heads.
+
     `kv_b_key` [heads, nope, kv_lora] and `kv_b_value` [heads, v, kv_lora] are the two halves of
     the published `kv_b_proj`, kept apart so that no step slices a weight.
     """
@@ -47,7 +50,7 @@ class MLA(nnx.Module):
         """Query parts without and with position, and the rows' own latents, as a cache keeps."""
         c = self.config
         q = self.q_proj(x) if c.q_lora_rank is None else self._low_rank_queries(x)
-        q = q.reshape(*x.shape[:-1], c.num_attention_heads, -1)
+        q = q.reshape(*x.shape[:-1], -1, c.qk_nope_head_dim + c.qk_rope_head_dim)
         nope, rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
         down = self.kv_a_proj_with_mqa(x)
         cos, sin = cos_sin(positions, c.qk_rope_head_dim, c.rope_theta, c.yarn, x.dtype)
@@ -57,6 +60,10 @@ class MLA(nnx.Module):
 
     def _low_rank_queries(self, x):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+    @property
+    def heads(self) -> int:
+        return self.kv_b_key.shape[0]
 
     def absorb(self, nope, rope) -> Float[Array, "m heads latent"]:
         """Queries that meet latents directly: (nope W_UK, rope)."""

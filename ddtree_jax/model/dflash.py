@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ddtree_jax.config import DFlashConfig
 from ddtree_jax.model.layers import MLP, Linear, RMSNorm, precision
 from ddtree_jax.model.rope import cos_sin, rotate
+from ddtree_jax.parallel import ALONE, Plan
 
 # (queries, keys, values of the block [r, f, heads, d], layer) -> attended [r, f, heads, d]
 BlockAttention = Callable[[Array, Array, Array, int], Array]
@@ -36,11 +37,11 @@ class DFlashAttention(nnx.Module):
         self.config = config
 
     def queries(self, x, cos, sin):
-        q = self.q_proj(x).reshape(*x.shape[:-1], self.config.num_attention_heads, -1)
+        q = self.q_proj(x).reshape(*x.shape[:-1], -1, self.config.head_dim)
         return rotate(self.q_norm(q), cos[..., None, :], sin[..., None, :])
 
     def keys_values(self, x, cos, sin):
-        shape = (*x.shape[:-1], self.config.num_key_value_heads, self.config.head_dim)
+        shape = (*x.shape[:-1], -1, self.config.head_dim)
         keys = self.k_norm(self.k_proj(x).reshape(shape))
         return rotate(keys, cos[..., None, :], sin[..., None, :]), self.v_proj(x).reshape(shape)
 
@@ -67,7 +68,7 @@ class DFlash(nnx.Module):
             [DFlashLayer(c, rngs=rngs, dtype=dtype) for _ in range(c.num_hidden_layers)]
         )
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=dtype)
-        self.config = config
+        self.config, self.plan = config, ALONE
 
     def angles(self, positions, dtype):
         c = self.config
@@ -95,8 +96,8 @@ class DFlash(nnx.Module):
             attn = layer.self_attn
             keys, values = attn.keys_values(normed, cos, sin)
             out = attention(attn.queries(normed, cos, sin), keys, values, index)
-            x = x + attn.o_proj(out.reshape(*x.shape[:-1], -1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = x + self.plan.whole(attn.o_proj(out.reshape(*x.shape[:-1], -1)))
+            x = x + self.plan.whole(layer.mlp(layer.post_attention_layernorm(x)))
         return self.norm(x)
 
 
@@ -145,7 +146,11 @@ def dflash_graph(config: DFlashConfig, dtype) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: DFlash(config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
-def merge_dflash(config: DFlashConfig, leaves: tuple[jax.Array, ...], dtype) -> DFlash:
+def merge_dflash(
+    config: DFlashConfig, leaves: tuple[jax.Array, ...], dtype, plan: Plan = ALONE
+) -> DFlash:
     """The module around flat leaves (the order of `jax.tree.leaves`); called while tracing."""
     graph, abstract = dflash_graph(config, jnp.dtype(dtype))
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(abstract), leaves))
+    module = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(abstract), leaves))
+    module.plan = plan
+    return module

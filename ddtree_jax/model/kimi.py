@@ -19,6 +19,7 @@ from ddtree_jax.model.attention import MLA
 from ddtree_jax.model.layers import MLP, Embedding, Linear, RMSNorm
 from ddtree_jax.model.moe import Experts, MoE
 from ddtree_jax.pallas.expert_matmul import expert_mlp as default_expert_mlp
+from ddtree_jax.parallel import ALONE, Plan
 
 # (mla, normed rows [m, hidden], positions [m], layer) -> (output [m, hidden], latents [m, latent])
 Attention = Callable[[MLA, Array, Array, int], tuple[Array, Array]]
@@ -49,14 +50,14 @@ class DecoderLayer(nnx.Module):
         )
         self.index, self.dense = index, dense
 
-    def __call__(self, x, positions, valid, attention: Attention, experts, expert_mlp):
+    def __call__(self, x, positions, valid, attention: Attention, experts, expert_mlp, plan: Plan):
         normed = self.input_layernorm(x)
         out, latents = attention(self.self_attn, normed, positions, self.index)
-        x = x + out
+        x = x + plan.whole(out)
         normed = self.post_attention_layernorm(x)
         if self.dense:
-            return x + self.mlp(normed), latents, None
-        out, chosen = self.mlp(normed, valid, experts, expert_mlp)
+            return x + plan.whole(self.mlp(normed)), latents, None
+        out, chosen = self.mlp(normed, valid, experts, expert_mlp, plan)
         return x + out, latents, chosen
 
 
@@ -73,7 +74,7 @@ class Kimi(nnx.Module):
         self.experts = Experts(c, rngs=rngs, dtype=dtype, gain=gain) if c.num_moe_layers else None
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=dtype)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, rngs=rngs, dtype=dtype)
-        self.config = config
+        self.config, self.plan = config, ALONE
 
     def __call__(
         self,
@@ -89,10 +90,13 @@ class Kimi(nnx.Module):
         Taps are outputs of whole layers: transformers' `hidden_states[layer + 1]`, also for the
         last layer, where transformers would give the normed one.
         """
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         latents, taps, experts = [], {}, []
+        valid = self.plan.all_rows(valid)  # once: only the experts ask
         for layer in self.layers:
-            x, rows, chosen = layer(x, positions, valid, attention, self.experts, expert_mlp)
+            x, rows, chosen = layer(
+                x, positions, valid, attention, self.experts, expert_mlp, self.plan
+            )
             latents.append(rows)
             if chosen is not None:
                 experts.append(chosen)
@@ -103,6 +107,14 @@ class Kimi(nnx.Module):
         experts = jnp.stack(experts) if experts else None
         return Rows(self.norm(x), stacked, jnp.stack(latents), experts)
 
+    @property
+    def heads(self) -> int:
+        """Attention heads of a layer on this device."""
+        return self.layers[0].self_attn.heads
+
+    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
+        return self.plan.embed(self.embed_tokens, tokens)
+
 
 @lru_cache
 def kimi_graph(config: KimiConfig, dtype) -> tuple[nnx.GraphDef, nnx.State]:
@@ -110,7 +122,11 @@ def kimi_graph(config: KimiConfig, dtype) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Kimi(config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
-def merge_kimi(config: KimiConfig, leaves: tuple[jax.Array, ...], dtype) -> Kimi:
+def merge_kimi(
+    config: KimiConfig, leaves: tuple[jax.Array, ...], dtype, plan: Plan = ALONE
+) -> Kimi:
     """The module around flat leaves (the order of `jax.tree.leaves`); called while tracing."""
     graph, abstract = kimi_graph(config, jnp.dtype(dtype))
-    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(abstract), leaves))
+    module = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(abstract), leaves))
+    module.plan = plan
+    return module

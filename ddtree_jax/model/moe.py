@@ -13,7 +13,15 @@ from jaxtyping import Array, Bool, Float, Int
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.layers import MLP, matmul
 from ddtree_jax.pallas.expert_router import choose
-from ddtree_jax.pallas.expert_weights import GROUP, Int4, Records, Weight, records_shape
+from ddtree_jax.pallas.expert_weights import (
+    GROUP,
+    Int4,
+    Records,
+    Weight,
+    records_shape,
+    stack_shape,
+)
+from ddtree_jax.parallel import ALONE, Plan
 
 
 class Router(nnx.Module):
@@ -105,9 +113,23 @@ class MoE(nnx.Module):
         self.index = index
 
     def __call__(
-        self, x: Float[Array, "m hidden"], valid: Bool[Array, " m"], experts: Experts, expert_mlp
+        self,
+        x: Float[Array, "m hidden"],
+        valid: Bool[Array, " all"],
+        experts: Experts,
+        expert_mlp,
+        plan: Plan = ALONE,
     ) -> tuple[Float[Array, "m hidden"], Int[Array, "m k"]]:
-        """The layer's output and the experts every row went to."""
-        ids, weights = self.gate(x, valid)
-        out = expert_mlp(x, *experts.weights(), self.index, ids, weights)
-        return (out if self.shared_experts is None else out + self.shared_experts(x)), ids
+        """The layer's output and the experts every row went to; `valid` is of the plan's
+        `all_rows`."""
+        rows, total = plan.all_rows(x), self.gate.config.n_routed_experts
+        ids, weights = self.gate(rows, valid)
+        held, goes, first = experts.weights(), ids, ()
+        if plan.splits("experts"):
+            count = stack_shape(held[0])[1]
+            first = (plan.first_expert(count),)
+            # Padded to divide, there may be an expert with the id of unused rows, `total`.
+            goes = jnp.where(ids < total, ids, count * plan.size)
+        routed = expert_mlp(rows, *held, self.index, goes, weights, *first)
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        return plan.sum_experts(routed, shared), plan.own_rows(ids)
