@@ -123,6 +123,26 @@ def weight_bytes(plan: Plan, config: KimiConfig | DFlashConfig, dtype) -> dict[s
     return sizes
 
 
+def abstract_weights(
+    plan: Plan, config: KimiConfig, drafter: DFlashConfig | None, dtype: str
+) -> Weights:
+    """Weights without values, placed: to lower a program for a model that is not there."""
+    check_plan(plan, config)
+
+    def leaves(config):
+        return tuple(
+            jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=None if plan.mesh is None else NamedSharding(plan.mesh, spec),
+            )
+            for spec, leaf in leaf_layouts(plan, config, dtype).values()
+        )
+
+    held = None if drafter is None else leaves(drafter)
+    return Weights(leaves(config), held, config, drafter, dtype, plan)
+
+
 def place_weights(weights: Weights, plan: Plan) -> Weights:
     """The weights padded and put where the plan has them; raises ValueError if it cannot."""
     check_plan(plan, weights.config)
