@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.fill import RECORDS, Piece, fill
 from ddtree_jax.model.dflash import dflash_graph
 from ddtree_jax.model.kimi import kimi_graph
-from ddtree_jax.pallas.expert_weights import GROUP, Int4, down_records, gate_up_records
+from ddtree_jax.pallas.expert_weights import GROUP
 from ddtree_jax.read_config import read_drafter_config, read_target_config
 from ddtree_jax.shards import CONFIG, SHARD_BYTES, Shards, Tensor, read_json, write
 
@@ -29,54 +29,37 @@ Leaves = tuple[jax.Array, ...]
 
 _PREFIX = "language_model."  # of text keys in checkpoints with a vision tower
 _SKIPPED = re.compile(r"^(vision_tower|mm_projector)\.|\.rotary_emb\.inv_freq$")
-_RECORDS = {"gate_up_records": ("gate", "up"), "down_records": ("down",)}
-_FLOATS = ("BF16", "F16", "F32", "F64")
-# The last word of a published name: the dtype it is written in, the dtypes it is read from.
-_DTYPES = {
-    "weight": (ml_dtypes.bfloat16, _FLOATS),
-    "e_score_correction_bias": (np.float32, ("F32", "BF16", "F16")),
-    "weight_packed": (np.int32, ("I32",)),
-    "weight_scale": (ml_dtypes.bfloat16, ("BF16",)),
-    "weight_shape": (np.int32, ("I32", "I64")),
-}
+Placed = Callable[[Any], Mapping[str, jax.ShapeDtypeStruct]]  # of a config: every leaf's place
 
 
-class Piece(NamedTuple):
-    """A published tensor, or the rows of one, and its place among the leaves."""
-
-    key: str
-    shape: tuple[int, ...]  # of the whole published tensor
-    path: str  # of the leaf; of `weight_shape`, which is checked and not kept, none: ""
-    index: tuple[int, ...] = ()  # layer and expert in a stacked leaf
-    rows: np.ndarray | None = None  # published rows in the leaf's order; None: all, as they are
-    value: tuple[int, ...] = ()  # what `weight_shape` must say
-
-    @property
-    def dtypes(self) -> tuple[Any, tuple[str, ...]]:
-        return _DTYPES[self.key.rsplit(".", 1)[-1]]
-
-
-def load_target(folder: str | Path, dtype, records: bool = False) -> tuple[KimiConfig, Leaves]:
+def load_target(
+    folder: str | Path, dtype, records: bool = False, placed: Placed | None = None
+) -> tuple[KimiConfig, Leaves]:
     """Read a Kimi checkpoint; weights become `dtype`, but for INT4 experts and the router's bias.
 
     `records`: INT4 experts are packed for the Hopper kernel, where their sizes fit it; such a
-    target cannot be saved. FileNotFoundError or ValueError names what is missing, unexpected, or
+    target cannot be saved. `placed` says where leaves go, and how they are padded (default: to the
+    default device). FileNotFoundError or ValueError names what is missing, unexpected, or
     unlike the config.
     """
     config = _read_config(folder, read_target_config)
     config = replace(config, expert_records=records and config.fits_records)
     shards = Shards(folder)
     prefix = _PREFIX if any(key.startswith(_PREFIX) for key in shards.names) else ""
-    return config, _load(shards, leaves_by_path(config, dtype), _target_pieces(config, prefix))
+    places = None if placed is None else placed(config)
+    wanted = leaves_by_path(config, dtype)
+    return config, _load(shards, wanted, _target_pieces(config, prefix), places)
 
 
 def load_drafter(
-    folder: str | Path, dtype, target_config: KimiConfig
+    folder: str | Path, dtype, target_config: KimiConfig, placed: Placed | None = None
 ) -> tuple[DFlashConfig, Leaves]:
     """Read a DFlash drafter that fits the target; raises as `load_target`."""
     config = _read_config(folder, read_drafter_config)
     config.check_target(target_config)
-    return config, _load(Shards(folder), leaves_by_path(config, dtype), _drafter_pieces(config))
+    places = None if placed is None else placed(config)
+    wanted = leaves_by_path(config, dtype)
+    return config, _load(Shards(folder), wanted, _drafter_pieces(config), places)
 
 
 def save_target(
@@ -173,9 +156,9 @@ def _expert_pieces(
     config: KimiConfig, prefix: str, path: str, name: str, shape: tuple[int, ...]
 ) -> Iterator[Piece]:
     """The tensors of one stacked leaf [moe layers, experts, out, ..]: `gate`, `gate_words`, .."""
-    if name in _RECORDS:
+    if name in RECORDS:
         hidden, width = config.hidden_size, config.moe_intermediate_size
-        for part in _RECORDS[name]:
+        for part in RECORDS[name]:
             out, inner = (hidden, width) if part == "down" else (width, hidden)
             for kind, size in (("words", inner // 8), ("scales", inner // GROUP)):
                 stack = (*shape[:2], out, size)
@@ -215,7 +198,7 @@ def _drafter_pieces(config: DFlashConfig) -> list[Piece]:
     return [Piece(path.replace("/", "."), leaf.shape, path) for path, leaf in leaves.items()]
 
 
-def _load(shards: Shards, wanted: Mapping[str, Any], pieces: list[Piece]) -> Leaves:
+def _load(shards: Shards, wanted: Mapping[str, Any], pieces: list[Piece], placed) -> Leaves:
     """Fill one leaf at a time from its pieces, after every header has been checked."""
     found = {key for key in shards.names if not _SKIPPED.search(key)}
     _check_keys(found, {piece.key for piece in pieces})
@@ -227,37 +210,10 @@ def _load(shards: Shards, wanted: Mapping[str, Any], pieces: list[Piece]) -> Lea
         elif tuple(said := shards.read(piece.key).tolist()) != piece.value:
             raise ValueError(f"{piece.key}: says {said}, the config wants {list(piece.value)}")
 
-    def fill(path: str) -> jax.Array:
-        if path.rpartition("/")[2] in _RECORDS:
-            return _fill_records(shards, wanted[path], of_leaf[path])
-        buffer = np.empty(wanted[path].shape, wanted[path].dtype)
-        for piece in of_leaf[path]:
-            tensor = shards.read(piece.key)
-            tensor = tensor if piece.rows is None else tensor[piece.rows]
-            place = buffer[piece.index]
-            place[...] = tensor.reshape(place.shape)
-        return jnp.asarray(buffer)
-
-    return tuple(fill(path) for path in wanted)
-
-
-def _fill_records(shards: Shards, leaf, pieces: list[Piece]) -> jax.Array:
-    """Pack expert by expert, in place, on the default device: nothing is held twice."""
-    buffer = jnp.zeros(leaf.shape, leaf.dtype)
-    of_expert: dict[tuple[int, ...], list[Piece]] = {}
-    for piece in pieces:
-        of_expert.setdefault(piece.index, []).append(piece)
-    for index, tensors in of_expert.items():
-        parts = [shards.read(piece.key) for piece in tensors]  # words, scales of one or of both
-        buffer = _pack_into(buffer, jnp.asarray(index, jnp.int32), parts)
-    return buffer
-
-
-@partial(jax.jit, donate_argnums=0)
-def _pack_into(buffer: jax.Array, index: jax.Array, parts: list[jax.Array]) -> jax.Array:
-    weights = [Int4(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
-    records = gate_up_records(*weights) if len(weights) == 2 else down_records(*weights)
-    return buffer.at[index[0], index[1]].set(records)
+    return tuple(
+        fill(shards, wanted[path], of_leaf[path], None if placed is None else placed[path])
+        for path in wanted
+    )
 
 
 def _save(folder, published, config, pieces, leaves, shard_bytes, single) -> None:

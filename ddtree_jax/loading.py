@@ -6,9 +6,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from ddtree_jax.checkpoint import load_drafter, load_target
 from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.sharding import make_plan, placed_leaves
 from ddtree_jax.state import Weights
 from ddtree_jax.tokenizer import RANKS, Tokenizer
 
@@ -41,7 +43,7 @@ class Model:
 def load(
     path: str | Path = "kimi-nano",
     drafter: str | Path | None = None,
-    mesh=None,
+    mesh: Mesh | None = None,
     plan: str = "expert",
     dtype: str | None = None,
 ) -> Model:
@@ -49,14 +51,15 @@ def load(
 
     `path` is a bundled name or a folder with `config.json`, safetensors and `tiktoken.model`; the
     drafter is looked for in `path/dflash` unless `drafter` names its folder. `dtype` is float32 or
-    bfloat16 (default: float32 on CPU, bfloat16 elsewhere).
+    bfloat16 (default: float32 on CPU, bfloat16 elsewhere). With a `mesh` the weights are split over
+    its devices by `plan`: "expert" and "tensor" have whole experts or a part of each on every
+    device and split all heads, "data" has whole experts and splits requests (docs/distributed.md).
 
     Raises FileNotFoundError or ValueError naming the file or field that is wrong.
     """
-    if mesh is not None:
-        raise ValueError(f"mesh={mesh!r}: only one device is supported so far")
-    if plan != "expert":
+    if mesh is None and plan != "expert":
         raise ValueError(f"plan={plan!r}: without a mesh only the default 'expert' is accepted")
+    plan = make_plan(plan, mesh)
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
@@ -69,16 +72,17 @@ def load(
         )
     # The kernel that reads records takes bf16 rows; elsewhere experts stay as published.
     records = dtype == "bfloat16" and jax.default_backend() == "gpu"
-    config, target = load_target(folder, dtype, records)
+    placed = None if mesh is None else lambda config: placed_leaves(plan, config, dtype)
+    config, target = load_target(folder, dtype, records, placed)
     drafter_config, leaves = None, None
     if drafter is not None or os.path.lexists(folder / "dflash"):
         where = folder / "dflash" if drafter is None else Path(drafter)
-        drafter_config, leaves = load_drafter(where, dtype, config)
+        drafter_config, leaves = load_drafter(where, dtype, config, placed)
     tokenizer = Tokenizer(folder)
     if tokenizer.vocab_size != config.vocab_size:
         raise ValueError(
             f"{folder / RANKS}: ranks and special tokens are {tokenizer.vocab_size}, must be "
             f"vocab_size={config.vocab_size}"
         )
-    weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)))
+    weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)), plan)
     return Model(weights, tokenizer, folder.resolve().name)

@@ -14,10 +14,11 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.cache import Cache
 from ddtree_jax.checkpoint import leaves_by_path
+from ddtree_jax.checks import show
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.parallel import ALONE, AXIS, SPLIT, Plan
 from ddtree_jax.state import DecodeState, Weights
@@ -40,12 +41,14 @@ LOGICAL = (
 )  # fmt: skip
 
 
-def make_plan(name: str, mesh: Mesh | None) -> Plan:
+def make_plan(name: str, mesh: Mesh | AbstractMesh | None) -> Plan:
     """A plan over the devices of a mesh (any axes: they are taken in order), or none."""
     if name not in SPLIT:
         raise ValueError(f"plan={name!r}: must be one of {', '.join(SPLIT)}")
     if mesh is None:
         return ALONE
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh={show(mesh)}: must be a jax.sharding.Mesh")
     if isinstance(mesh, Mesh):
         mesh = Mesh(mesh.devices.reshape(-1), (AXIS,))
     elif tuple(mesh.axis_names) != (AXIS,):
@@ -123,21 +126,26 @@ def weight_bytes(plan: Plan, config: KimiConfig | DFlashConfig, dtype) -> dict[s
     return sizes
 
 
+def placed_leaves(
+    plan: Plan, config: KimiConfig | DFlashConfig, dtype
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every leaf as it is once placed; raises ValueError if the plan does not fit the target."""
+    if isinstance(config, KimiConfig):
+        check_plan(plan, config)
+    placed = {}
+    for path, (spec, leaf) in leaf_layouts(plan, config, dtype).items():
+        sharding = None if plan.mesh is None else NamedSharding(plan.mesh, spec)
+        placed[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return placed
+
+
 def abstract_weights(
     plan: Plan, config: KimiConfig, drafter: DFlashConfig | None, dtype: str
 ) -> Weights:
     """Weights without values, placed: to lower a program for a model that is not there."""
-    check_plan(plan, config)
 
     def leaves(config):
-        return tuple(
-            jax.ShapeDtypeStruct(
-                leaf.shape,
-                leaf.dtype,
-                sharding=None if plan.mesh is None else NamedSharding(plan.mesh, spec),
-            )
-            for spec, leaf in leaf_layouts(plan, config, dtype).values()
-        )
+        return tuple(placed_leaves(plan, config, dtype).values())
 
     held = None if drafter is None else leaves(drafter)
     return Weights(leaves(config), held, config, drafter, dtype, plan)

@@ -91,8 +91,11 @@ class Shards:
         if header.get_dtype() not in dtypes:
             raise ValueError(f"{key}: dtype {header.get_dtype()}, must be {' or '.join(dtypes)}")
 
-    def read(self, key: str) -> np.ndarray:
-        return self._file_of[key].get_tensor(key)
+    def read(self, key: str, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """A tensor, or a rectangular part of it: then no other bytes are touched."""
+        if part is None:
+            return self._file_of[key].get_tensor(key)
+        return self._file_of[key].get_slice(key)[part]
 
 
 def _open(path: Path, named_by: str):
