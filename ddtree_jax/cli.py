@@ -11,7 +11,9 @@ from ddtree_jax._version import __version__
 from ddtree_jax.config import ACCEPTANCE, Sampling, Speculation
 from ddtree_jax.generate import METHODS, Completion, generate, stream
 from ddtree_jax.loading import Model, load
+from ddtree_jax.parallel import SPLIT
 from ddtree_jax.prefill import check_request
+from ddtree_jax.sharding import make_mesh
 
 DEMO_PROMPTS = (
     "def fibonacci(n):\n",
@@ -92,6 +94,15 @@ def _parser() -> argparse.ArgumentParser:
 def _model_options(command) -> None:
     command.add_argument("--model", default="kimi-nano", metavar="PATH", help="name or folder")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
+    command.add_argument("--devices", type=int, default=None, metavar="N", help="to split over (1)")
+    command.add_argument(
+        "--plan", choices=sorted(SPLIT), default="expert", help="how to split (expert)"
+    )
+
+
+def _load(options) -> Model:
+    mesh = None if options.devices is None else make_mesh(options.devices)
+    return load(options.model, mesh=mesh, plan=options.plan, dtype=options.dtype)
 
 
 def _generate(options) -> int:
@@ -105,7 +116,7 @@ def _generate(options) -> int:
         stop=options.stop,
         min_new_tokens=options.min_new_tokens,
     )
-    model = load(options.model, dtype=options.dtype)
+    model = _load(options)
     settings = (options.method, speculation, sampling, options.max_new_tokens)
     check_request(model, options.prompts, sampling, options.max_new_tokens)  # before any output
     console, failed = Console(), False
@@ -169,7 +180,7 @@ def _summary(results: list[tuple[str, Completion]]) -> Table:
 
 
 def _demo(options) -> int:
-    model = load(options.model, dtype=options.dtype)
+    model = _load(options)
     console, equal = Console(), True
     outputs = {
         method: generate(model, DEMO_PROMPTS, method, max_new_tokens=options.max_new_tokens)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.cache import Cache
 from ddtree_jax.checkpoint import leaves_by_path
-from ddtree_jax.checks import show
+from ddtree_jax.checks import is_int, require, show
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.parallel import ALONE, AXIS, SPLIT, Plan
 from ddtree_jax.state import DecodeState, Weights
@@ -39,6 +39,20 @@ LOGICAL = (
     (r"experts/gate_up_records", "expert_width", 2),
     (r"experts/down_records", "expert_width", 3),
 )  # fmt: skip
+
+
+def make_mesh(devices: int) -> Mesh:
+    """A mesh of so many devices. On a CPU they are made, if jax has not started yet."""
+    require(is_int(devices) and devices >= 1, "devices", devices, "1 or greater")
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:
+        pass  # jax has started: its devices are what they are
+    there = jax.devices()
+    if devices > len(there):
+        kind = there[0].platform
+        raise ValueError(f"devices={devices}: only {len(there)} here (platform {kind!r})")
+    return Mesh(np.array(there[:devices]), (AXIS,))
 
 
 def make_plan(name: str, mesh: Mesh | AbstractMesh | None) -> Plan:

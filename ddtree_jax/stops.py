@@ -7,8 +7,10 @@ text ends before the string.
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from ddtree_jax.config import Sampling
 from ddtree_jax.state import RUNNING, STOP, DecodeState
@@ -58,7 +60,14 @@ def end_requests(
         cut = find(tokenizer, said, sampling)
         if cut is not None and (cut.tokens < count[request] or reason[request] == RUNNING):
             count[request], reason[request] = cut.tokens, STOP
-    return replace(state, count=jnp.asarray(count), reason=jnp.asarray(reason))
+    return replace(state, count=_as(count, state.count), reason=_as(reason, state.reason))
+
+
+def _as(values: np.ndarray, like: jax.Array) -> jax.Array:
+    """On the devices that the replaced array is on, so that no program is compiled anew."""
+    if isinstance(like.sharding, NamedSharding):
+        return jax.device_put(values, like.sharding)
+    return jnp.asarray(values)
 
 
 def visible(tokens: list[int], stop_ids: tuple[int, ...], sampling: Sampling) -> list[int]:

@@ -1,0 +1,114 @@
+"""Loading straight onto devices, and decoding text with a mesh: API and command line."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from checkpoint import write_checkpoint
+from jax.sharding import Mesh
+from refusal import refused
+
+import ddtree_jax as dd
+from ddtree_jax.checkpoint import load_target
+from ddtree_jax.cli import main
+from ddtree_jax.loading import BUNDLED
+from ddtree_jax.sharding import make_mesh, make_plan, place_weights, placed_leaves
+from ddtree_jax.shards import Shards
+
+PROMPT = "def fibonacci(n):\n"
+
+
+def mesh_of(count):
+    return Mesh(np.array(jax.devices()[:count]), ("anything",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.mark.parametrize("plan,count", [("expert", 2), ("data", 4), ("data", 1)])
+def test_leaves_are_those_of_one_device(folder, plan, count):
+    """INT4 as published, with padded experts: 6 on 4 devices."""
+    alone, many = dd.load(folder), dd.load(folder, mesh=mesh_of(count), plan=plan)
+    compare(place_weights(alone.weights, make_plan(plan, mesh_of(count))), many.weights)
+
+
+def test_width_is_split_by_groups():
+    plan = make_plan("tensor", mesh_of(4))
+    alone = dd.load("kimi-nano")
+    compare(place_weights(alone.weights, plan), dd.load(mesh=mesh_of(4), plan="tensor").weights)
+
+
+def compare(wanted, found):
+    assert wanted.plan == found.plan
+    leaves = [jax.tree.leaves((w.target, w.drafter)) for w in (wanted, found)]
+    for a, b in zip(*leaves, strict=True):
+        assert a.sharding == b.sharding and a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("plan,count", [("expert", 8), ("tensor", 2)])
+def test_records_are_packed_where_they_stay(plan, count):
+    """Five places of 40 hold no expert; or each device packs a half of every expert."""
+    plan = make_plan(plan, mesh_of(count))
+    nano = BUNDLED / "kimi-nano"
+    config, alone = load_target(nano, "bfloat16", True)
+    weights = dd.Weights(alone, None, config, None, "bfloat16")
+    found, many = load_target(
+        nano, "bfloat16", True, lambda config: placed_leaves(plan, config, "bfloat16")
+    )
+    assert found == config and config.expert_records
+    compare(place_weights(weights, plan), dd.Weights(many, None, config, None, "bfloat16", plan))
+
+
+def test_a_device_reads_only_its_experts(folder, monkeypatch):
+    """What the first of two devices holds takes no tensor of the second one's experts."""
+    read, original = set(), Shards.read
+    monkeypatch.setattr(Shards, "read", lambda *a: read.add(a[1]) or original(*a))
+    mesh = mesh_of(2)
+    monkeypatch.setattr(
+        jax.sharding.NamedSharding,
+        "addressable_devices_indices_map",
+        lambda sharding, shape: {
+            jax.devices()[0]: sharding.devices_indices_map(shape)[jax.devices()[0]]
+        },
+    )
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *a: a[2][0])
+    dd.load(folder, mesh=mesh)
+    experts = {int(k.split("experts.")[1].split(".")[0]) for k in read
+               if ".experts." in k and not k.endswith("weight_shape")}  # fmt: skip
+    assert experts == {0, 1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ("expert", "tensor", "data"))
+def test_text_on_eight_devices(plan):
+    """Stop strings, streaming, counters; nano in float32."""
+    sampling = dd.Sampling(0.6, seed=1, stop=("return",))
+    alone, many = dd.load(), dd.load(mesh=mesh_of(8), plan=plan)
+    wanted = dd.generate(alone, [PROMPT, "class A:"], sampling=sampling, max_new_tokens=40)
+    found = dd.generate(many, [PROMPT, "class A:"], sampling=sampling, max_new_tokens=40)
+    for a, b in zip(wanted, found, strict=True):
+        assert (a.text, a.tokens, a.finish_reason) == (b.text, b.tokens, b.finish_reason)
+    pieces = list(dd.stream(many, PROMPT, sampling=sampling, max_new_tokens=40))
+    assert "".join(pieces) == wanted[0].text
+
+
+def test_command_line(capsys):
+    def said(*options):
+        assert main(["generate", PROMPT, "--max-new-tokens", "12", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)["tokens"]
+
+    assert said("--devices", "2", "--plan", "tensor") == said()
+
+
+def test_bad_input(folder, capsys):
+    refused("mesh='all': must be a jax.sharding.Mesh", dd.load, folder, mesh="all")
+    refused("plan='pipeline': must be one of", dd.load, folder, mesh=mesh_of(2), plan="pipeline")
+    refused("num_attention_heads=2 gives 2 parts", dd.load, folder, mesh=mesh_of(8))
+    refused("devices=0: must be 1 or greater", make_mesh, 0)
+    refused("devices=9: only 8 here", make_mesh, 9)
+    assert main(["generate", PROMPT, "--devices", "9"]) == 2
+    assert "devices=9" in capsys.readouterr().err
