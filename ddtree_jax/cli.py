@@ -2,12 +2,16 @@
 
 import argparse
 import json
+import os
 import sys
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
+from ddtree_jax import processes
 from ddtree_jax._version import __version__
+from ddtree_jax.checks import require
 from ddtree_jax.config import ACCEPTANCE, Sampling, Speculation
 from ddtree_jax.generate import METHODS, Completion, generate, stream
 from ddtree_jax.loading import Model, load
@@ -98,10 +102,23 @@ def _model_options(command) -> None:
     command.add_argument(
         "--plan", choices=sorted(SPLIT), default="expert", help="how to split (expert)"
     )
+    command.add_argument("--distributed", action="store_true", help="join the cluster's processes")
+    command.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, else found")
+    command.add_argument("--processes", type=int, metavar="P", help="how many there are")
+    command.add_argument("--process", type=int, metavar="I", help="which one this is, from 0")
 
 
 def _load(options) -> Model:
-    mesh = None if options.devices is None else make_mesh(options.devices)
+    where = options.coordinator, options.processes, options.process
+    distributed = options.distributed or any(w is not None for w in where)
+    if distributed:
+        require(options.devices is not None, "devices", None, "given: those of all processes")
+        processes.start(*where)
+    mesh = None
+    if options.devices is not None:
+        mesh = make_mesh(options.devices, options.processes or 1)
+    if distributed and jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (to the end: process 0 speaks for all)
     return load(options.model, mesh=mesh, plan=options.plan, dtype=options.dtype)
 
 

@@ -7,14 +7,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ddtree_jax.checks import require
 from ddtree_jax.config import Sampling, Speculation
 from ddtree_jax.loading import Model
 from ddtree_jax.prefill import Prompt, check_request, listed, prefill
-from ddtree_jax.sharding import on_mesh
+from ddtree_jax.sharding import fetch, on_mesh
 from ddtree_jax.state import REASONS, RUNNING, DecodeState, Weights
 from ddtree_jax.step import autoregressive_step, ddtree_step, dflash_step, served_block_size
 from ddtree_jax.stops import EVERY, end_requests, find, held_back, visible
@@ -81,7 +80,7 @@ def generate(
         state, running = jax.block_until_ready(decode(model.weights, state, step, some))
         if strings:
             state = end_requests(model.tokenizer, state, samplings, model.stop_ids)
-            running = (np.asarray(state.reason) == RUNNING).any()
+            running = (fetch(state.reason) == RUNNING).any()
     seconds = time.perf_counter() - start
     return [
         completion(model, state, r, samplings[r], len(ids[r]), seconds, step)
@@ -115,18 +114,18 @@ def stream(
 
 def _stream(model, prompt, step, sampling, max_new_tokens, done) -> Iterator[str]:
     state = prefill(model, [prompt], sampling, max_new_tokens)
-    given = int(state.lengths[0])
+    given = int(fetch(state.lengths)[0])
     state, _ = decode(model.weights, state, step, 0)
     decoder, shown, waiting, seconds = StreamDecoder(model.tokenizer), 0, "", 0.0
     while True:
         if sampling.stop:
             state = end_requests(model.tokenizer, state, [sampling], model.stop_ids)
         # Sliced on the host: compiles nothing.
-        said = np.asarray(state.tokens)[0, : int(state.count[0])].tolist()
+        said = fetch(state.tokens)[0, : int(fetch(state.count)[0])].tolist()
         said = visible(said, model.stop_ids, sampling)
         waiting += decoder.push(said[shown:])
         shown = len(said)
-        if np.asarray(state.reason)[0] != RUNNING:  # read on the host: compiles nothing
+        if fetch(state.reason)[0] != RUNNING:  # read on the host: compiles nothing
             break
         ready = len(waiting) - held_back(waiting, sampling.stop)
         if ready:
@@ -223,12 +222,10 @@ def completion(
 ) -> Completion:
     """Read one request's result off the state."""
     # Sliced as NumPy arrays: a slice on the device would be a program of its own for each count.
-    count, reason, tokens = (
-        np.asarray(c)[request] for c in (state.count, state.reason, state.tokens)
-    )
+    count, reason, tokens = (fetch(c)[request] for c in (state.count, state.reason, state.tokens))
     tokens = tokens[:count].tolist()
     depth, rank, nodes = (
-        np.asarray(c)[request, 1:count] for c in (state.depth, state.rank, state.nodes)
+        fetch(c)[request, 1:count] for c in (state.depth, state.rank, state.nodes)
     )
     # A pass ends with its bonus, or where the request was cut.
     ends = depth == 0
@@ -236,7 +233,7 @@ def completion(
     passes = int(ends.sum())
     experts = None
     if state.experts is not None:
-        experts = np.asarray(state.experts)[request, 1:count][ends].astype(float)
+        experts = fetch(state.experts)[request, 1:count][ends].astype(float)
         experts = (experts.sum(axis=0) / max(passes, 1)).tolist()
     depths = step.horizon if step.budget else 0
     drafted, ranks = rank[rank >= 0], step.speculation.top_k if step.speculation else 0

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from ddtree_jax.checkpoint import load_drafter, load_target
 from ddtree_jax.config import DFlashConfig, KimiConfig
+from ddtree_jax.processes import check_agreement
 from ddtree_jax.sharding import make_plan, placed_leaves
 from ddtree_jax.state import Weights
 from ddtree_jax.tokenizer import RANKS, Tokenizer
@@ -84,5 +85,7 @@ def load(
             f"{folder / RANKS}: ranks and special tokens are {tokenizer.vocab_size}, must be "
             f"vocab_size={config.vocab_size}"
         )
+    if mesh is not None:
+        check_agreement(config=config, drafter=drafter_config, plan=plan.name, dtype=dtype)
     weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)), plan)
     return Model(weights, tokenizer, folder.resolve().name)

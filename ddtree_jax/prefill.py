@@ -48,9 +48,8 @@ def prefill(
     for request, tokens in enumerate(ids):
         padded = np.zeros(max(64, _power_of_two(len(tokens))), np.int32)
         padded[: len(tokens)] = tokens
-        state = prefill_request(
-            weights, state, jnp.int32(request), jnp.asarray(padded), jnp.int32(len(tokens))
-        )
+        # NumPy, not jax: arrays of one process's device do not enter a program of many processes.
+        state = prefill_request(weights, state, np.int32(request), padded, np.int32(len(tokens)))
     return state
 
 

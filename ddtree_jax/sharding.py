@@ -14,6 +14,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ddtree_jax.cache import Cache
@@ -41,17 +42,22 @@ LOGICAL = (
 )  # fmt: skip
 
 
-def make_mesh(devices: int) -> Mesh:
-    """A mesh of so many devices. On a CPU they are made, if jax has not started yet."""
-    require(is_int(devices) and devices >= 1, "devices", devices, "1 or greater")
+def make_mesh(devices: int, processes: int = 1) -> Mesh:
+    """A mesh of so many devices over all processes. On a CPU they are made, if jax has not
+    started yet."""
+    ok = is_int(devices) and devices >= 1 and devices % processes == 0
+    wanted = "1 or greater" if processes == 1 else f"a multiple of the {processes} processes"
+    require(ok, "devices", devices, wanted)
     try:
-        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_num_cpu_devices", devices // processes)
     except RuntimeError:
         pass  # jax has started: its devices are what they are
     there = jax.devices()
     if devices > len(there):
         kind = there[0].platform
         raise ValueError(f"devices={devices}: only {len(there)} here (platform {kind!r})")
+    if jax.process_count() > 1 and devices < len(there):
+        raise ValueError(f"devices={devices}: must be all {len(there)} of the processes")
     return Mesh(np.array(there[:devices]), (AXIS,))
 
 
@@ -217,6 +223,13 @@ def place_state(plan: Plan, make: Callable[[], DecodeState]) -> DecodeState:
     specs = state_specs(plan, jax.eval_shape(make))
     shardings = jax.tree.map(lambda spec: NamedSharding(plan.mesh, spec), specs)
     return jax.jit(make, out_shardings=shardings)()
+
+
+def fetch(x: jax.Array) -> np.ndarray:
+    """An array's values on this host, whichever hosts hold them; all must ask at once."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 def on_mesh(

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ddtree_jax.config import Sampling
+from ddtree_jax.sharding import fetch
 from ddtree_jax.state import RUNNING, STOP, DecodeState
 from ddtree_jax.tokenizer import Tokenizer
 
@@ -53,8 +54,8 @@ def end_requests(
     tokenizer: Tokenizer, state: DecodeState, samplings: list[Sampling], stop_ids: tuple[int, ...]
 ) -> DecodeState:
     """Requests whose text holds a stop string end there, also if they ran on for other reasons."""
-    count, reason = np.array(state.count), np.array(state.reason)
-    tokens = np.asarray(state.tokens)
+    count, reason = fetch(state.count).copy(), fetch(state.reason).copy()
+    tokens = fetch(state.tokens)
     for request, sampling in enumerate(samplings):
         said = visible(tokens[request, : count[request]].tolist(), stop_ids, sampling)
         cut = find(tokenizer, said, sampling)
