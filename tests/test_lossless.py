@@ -219,6 +219,8 @@ def test_unused_nodes_may_hold_anything(monkeypatch):
     shapes = [leaf.shape for leaf in target]
     embed = shapes.index((13, 32))  # sorted paths: embed_tokens before lm_head
     target[embed] = target[embed].at[12].set(jnp.nan)
+    head = len(shapes) - 1 - shapes[::-1].index((13, 32))
+    target[head] = target[head].at[12].set(target[head][11] / 2)  # never the likeliest
     model = replace(model, weights=replace(model.weights, target=tuple(target)))
     prompts = prompts_of((5, 64))
     plain = tokens(decode(model, prompts, "autoregressive"))
