@@ -99,9 +99,9 @@ def test_a_request_alone_or_in_a_batch(model):
 @pytest.mark.timeout(1800)
 def test_near_ties_are_rare(model):
     compared = ties = 0
-    for temperature in (0.0, 0.7, 1.0):
+    for temperature in (0.0, 1.0):
         for mix in MIXES:
-            count = 8 if mix.endswith("short") else 2
+            count = 10 if mix.endswith("short") else 2
             found = compare(model, load(mix, count), temperature, 64, SETTINGS)
             compared, ties = compared + found[0], ties + found[1]
     assert compared > 10_000 and ties * 10_000 <= compared
