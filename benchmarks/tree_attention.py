@@ -23,11 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import results_file
+from benchmarks import ceilings, results_file
 from ddtree_jax.pallas.tree_attention import BEST, Config, make_plan, tree_attention
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 
-BANDWIDTH, FLOPS = 4.49e12, 785e12  # of the H200, for shares
 D, VALUE, PAGE, SCALE = 576, 512, 64, 192**-0.5
 L2 = 60 << 20
 CALLS = 8  # of a program, at least
@@ -47,7 +46,7 @@ class Point:
         rows = self.requests * self.width
         size = self.requests * self.context * 2 * D + rows * self.heads * 2 * (D + VALUE)
         work = 2 * rows * self.heads * (D + VALUE) * (self.context + self.width)
-        return 1e6 * max(size / BANDWIDTH, work / FLOPS)
+        return 1e6 * max(size / ceilings.READ, work / ceilings.MATMUL)
 
     @property
     def kind(self) -> tuple[int, bool]:
@@ -219,10 +218,18 @@ def as_point(timed: Timed, samples: list[float], error: float) -> dict:
     }
 
 
-def choose(configs: Iterable[Config], workers: int, log: Callable) -> dict[tuple, Config]:
-    """The config with the least product of times over the screened points of each class."""
+def choose(
+    configs: Iterable[Config], workers: int, log: Callable, enough: Callable[[], bool]
+) -> dict[tuple, Config]:
+    """The config with the least product of times over the screened points of each class.
+
+    No point is begun once `enough()`.
+    """
     configs, product = list(configs), {}
     for point in SCREENED:
+        if enough():
+            log(point, None, "and what follows: left out")
+            break
         arguments = inputs(point)
 
         def attempt(config, point=point, arguments=arguments):
@@ -298,37 +305,20 @@ def summarize(found: Sequence[dict], cost: float | None) -> dict:
     }
 
 
-def ceilings() -> dict:
-    """Best of ten bursts: bytes read a second, and bf16 operations of a matrix product."""
-    big = jnp.ones(1 << 30, jnp.bfloat16)
-    square = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
-    read = jax.jit(lambda x: jnp.sum(x.astype(jnp.float32)))
-    matmul = jax.jit(lambda x: x @ x)
-
-    def best(run, argument):
-        seconds = []
-        for _ in range(12):
-            start = time.perf_counter()
-            out = [run(argument) for _ in range(10)]
-            jax.block_until_ready(out)
-            seconds.append((time.perf_counter() - start) / 10)
-        return min(seconds[2:])
-
-    return {
-        "read_bytes_per_s": big.nbytes / best(read, big),
-        "bf16_flops": 2 * 8192**3 / best(matmul, square),
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = results_file.parser(__doc__.splitlines()[0], "tree_attention")
     parser.add_argument(
         "--stage", choices=("check", "choose", "mask", "measure", "all"), default="all"
     )
     parser.add_argument("--workers", type=int, default=6, help="programs compiled at a time")
-    parser.add_argument("--budget-seconds", type=float, default=None)
+    parser.add_argument(
+        "--budget-seconds", type=float, default=float("inf"), help="begin no point after so long"
+    )
     args = parser.parse_args(arguments)
     start = time.monotonic()
+
+    def enough() -> bool:
+        return time.monotonic() - start > args.budget_seconds
 
     def log(point: Point, config, text) -> None:
         changed = {
@@ -342,10 +332,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.stage == "check":
         list(measure(CHECKED, BEST, 2, log))
         return
-    before = ceilings()
+    before = ceilings.measure()
     chosen = dict(BEST)
     if args.stage in ("choose", "all"):
-        chosen |= choose(CONFIGS, args.workers, log)
+        chosen |= choose(CONFIGS, args.workers, log, enough)
         for kind, config in sorted(chosen.items()):
             print(f"    {kind}: {config},")
     if args.stage == "choose":
@@ -356,22 +346,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found, cost = [], None
     for point in measure(ALL, chosen, args.workers, log):
         found.append(point)
-        write(args.output, found, cost, [before])
-        if args.budget_seconds and time.monotonic() - start > args.budget_seconds:
+        write(args.output, found, cost, {"ceilings_before": before})
+        if enough():
             break
     else:
         cost = mask_cost(chosen.get(MASK.kind, Config()))
-    write(args.output, found, cost, [before, ceilings()])
+    after = ceilings.measure()
+    write(args.output, found, cost, {"ceilings_before": before, "ceilings_after": after})
     print(summarize(found, cost))
 
 
-def write(path: Path, found: list[dict], cost: float | None, measured: list[dict]) -> None:
+def write(path: Path, found: list[dict], cost: float | None, measured: dict) -> None:
     notes = [
         "random data; the plan is made outside the timed program, once a pass",
-        f"shares of max(bytes / {BANDWIDTH:.3g}, operations / {FLOPS:.3g})",
-        *(f"ceilings {when}: {c}" for when, c in zip(("before", "after"), measured, strict=False)),
+        f"shares of max(bytes / {ceilings.READ:.3g}, operations / {ceilings.MATMUL:.3g})",
     ]
-    results_file.write(path, summarize(found, cost), found, notes)
+    results_file.write(path, summarize(found, cost), found, notes, measured)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,6 @@ def bar_stops(
     logits: Float[Array, "r n v"], stop_ids: Int[Array, "r s"], barred: Bool[Array, "r n"]
 ) -> Float[Array, "r n v"]:
     """-inf for the request's stop ids in the rows that must not stop yet."""
-
     vocab = logits.shape[-1]
 
     def mask():

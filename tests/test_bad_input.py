@@ -289,7 +289,7 @@ def test_settings_at_their_limits():
     [
         ({"hidden_size": 64}, "hidden_size=32 (target: 64)"),
         ({"vocab_size": 13}, "vocab_size=12 (target: 13)"),
-        ({"num_hidden_layers": 4}, "num_target_layers=3 (target: 4)"),
+        ({"num_hidden_layers": 4}, "num_target_layers=2 (target: 4)"),
     ],
 )
 def test_check_target(change, said):

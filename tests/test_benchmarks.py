@@ -10,7 +10,15 @@ from lossless import prompts_of
 from tiny import tiny_model
 
 import ddtree_jax as dd
-from benchmarks import acceptance, results_file, static_batch, sweep, tables, tree_attention
+from benchmarks import (
+    acceptance,
+    ceilings,
+    results_file,
+    static_batch,
+    sweep,
+    tables,
+    tree_attention,
+)
 
 METHODS = ("autoregressive", "dflash", "ddtree")
 CASE = {"context": "short", "mix": "code", "temperature": 1.0}
@@ -295,7 +303,7 @@ def test_attention_benchmark_runs(monkeypatch, tmp_path, stage, capsys):
     monkeypatch.setattr(bench, "tree_attention", stand_in)
     monkeypatch.setattr(bench, "L2", 1 << 16)
     monkeypatch.setattr(bench, "CALLS", 1)
-    monkeypatch.setattr(bench, "ceilings", lambda: {"read_bytes_per_s": 1.0, "bf16_flops": 1.0})
+    monkeypatch.setattr(ceilings, "measure", lambda: {"read_tb_s": 4.5})
     monkeypatch.setattr(bench.Timed, "sample", lambda self: 10.0 * self.config.stages)
     monkeypatch.setattr(bench, "CONFIGS", [bench.Config(stages=3), bench.Config()])
     for name, points in (("ALL", small), ("SCREENED", small), ("CHECKED", small[:1])):
@@ -312,4 +320,12 @@ def test_attention_benchmark_runs(monkeypatch, tmp_path, stage, capsys):
             result["points"][0]
         )
         assert result["points"][1]["max_rel_error"] < 1e-2
-        assert result["summary"]["mask_cost"] == 0 and len(result["notes"]) == 4
+        assert result["summary"]["mask_cost"] == 0
+        assert result["machine"]["ceilings_after"] == {"read_tb_s": 4.5}
+
+
+def test_attention_benchmark_keeps_to_its_time():
+    """Once enough, no config is tried: nothing is chosen, and the log says so."""
+    log = []
+    found = tree_attention.choose([], 1, lambda *line: log.append(line), lambda: True)
+    assert found == {} and log[0][0] == tree_attention.SCREENED[0]

@@ -4,6 +4,7 @@ The caches are poisoned with NaN wherever no committed token is, so a row that r
 prefix, or a tree row that sees padding, cannot go unnoticed.
 """
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -32,17 +33,19 @@ def float64(quick_compile):
         yield
 
 
-def references(model, prompts):
-    """Plain decoding at every temperature."""
+@functools.cache
+def plainly(lengths):
+    """What plain decoding says at every temperature."""
+    model, prompts = tiny_model("float64"), prompts_of(lengths)
     return {
-        t: decode(model, prompts, "autoregressive", sampling=dd.Sampling(t, seed=7))
+        t: tokens(decode(model, prompts, "autoregressive", sampling=dd.Sampling(t, seed=7)))
         for t in TEMPERATURES
     }
 
 
 def check(monkeypatch, block, budget, lengths, knowing, method="ddtree"):
     model, prompts = tiny_model("float64"), prompts_of(lengths)
-    plain = {t: tokens(s) for t, s in references(model, prompts).items()}
+    plain = plainly(lengths)
     speculation = dd.Speculation(budget, 4, block)
     deepest = 0
     for t in TEMPERATURES:
@@ -219,6 +222,8 @@ def test_unused_nodes_may_hold_anything(monkeypatch):
     shapes = [leaf.shape for leaf in target]
     embed = shapes.index((13, 32))  # sorted paths: embed_tokens before lm_head
     target[embed] = target[embed].at[12].set(jnp.nan)
+    head = len(shapes) - 1 - shapes[::-1].index((13, 32))
+    target[head] = target[head].at[12].set(target[head][11] / 2)  # never the likeliest
     model = replace(model, weights=replace(model.weights, target=tuple(target)))
     prompts = prompts_of((5, 64))
     plain = tokens(decode(model, prompts, "autoregressive"))

@@ -78,16 +78,16 @@ def test_methods_agree(model):
 
 def test_trees_commit_more_than_chains(model):
     texts = load("code_short", 4)
-    chain, tree = (
-        dd.generate(model, texts, method, speculation, max_new_tokens=64)
-        for method, speculation in (("dflash", dd.Speculation()), ("ddtree", dd.Speculation(16, 8)))
-    )
-    passes = [sum(c.verify_passes for c in done) for done in (chain, tree)]
-    assert passes[1] < passes[0]
+    passes = {"dflash": 0, "ddtree": 0}
+    for pair in (texts[:2], texts[2:]):
+        for method in passes:
+            done = dd.generate(model, pair, method, dd.Speculation(8, 4), max_new_tokens=64)
+            passes[method] += sum(c.verify_passes for c in done)
+    assert passes["ddtree"] < passes["dflash"]
 
 
 def test_a_request_alone_or_in_a_batch(model):
-    texts = load("code_short", 3)
+    texts = load("code_short", 2)
     together = dd.generate(model, texts, max_new_tokens=48)
     for text, done in zip(texts, together, strict=True):
         alone = dd.generate(model, text, max_new_tokens=48)[0]
@@ -99,9 +99,9 @@ def test_a_request_alone_or_in_a_batch(model):
 @pytest.mark.timeout(1800)
 def test_near_ties_are_rare(model):
     compared = ties = 0
-    for temperature in (0.0, 0.7, 1.0):
+    for temperature in (0.0, 1.0):
         for mix in MIXES:
-            count = 8 if mix.endswith("short") else 2
+            count = 10 if mix.endswith("short") else 2
             found = compare(model, load(mix, count), temperature, 64, SETTINGS)
             compared, ties = compared + found[0], ties + found[1]
     assert compared > 10_000 and ties * 10_000 <= compared

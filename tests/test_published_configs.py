@@ -92,7 +92,7 @@ TARGET_CONFLICTS = [
     ({"qk_head_dim": 24}, "qk_head_dim=24 is not supported: must be 16"),
     ({"head_dim": 12}, "head_dim=12 is not supported: must be 8 or 16"),
     ({"num_local_experts": 4}, "num_local_experts=4 is not supported: must be 6"),
-    ({"layer_types": ["full_attention"] * 2}, "layer_types=['full_attention', 'full_att"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types=['full_attention', 'full_att"),
     ({"layer_types": ["sliding_attention"] * 3}, "layer_types=['sliding_attention', "),
     ({"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types=['sparse', 'sparse', 'sparse']"),
     ({"pruned_heads": {"0": [1]}}, "pruned_heads={'0': [1]} is not supported: must be {}"),
@@ -142,7 +142,7 @@ def test_fields_at_odds(case, wrapped):
 def test_fields_that_say_it_again():
     again = {
         "num_key_value_heads": 2, "qk_head_dim": 16, "head_dim": 16, "num_local_experts": 6,
-        "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"],
         "pruned_heads": {}, "is_causal": True, "n_group": None, "sliding_window": None,
     }  # fmt: skip
     plain = published_config(SMALL, wrapped=False)
@@ -198,7 +198,7 @@ DRAFTER_CONFLICTS = [
     ({"dflash.is_causal": 0}, "dflash_config.is_causal=0: must be true or false"),
     ({"dflash.block_size": 5}, "block_size=6 but dflash_config.block_size=5: they must agree"),
     ({"mask_token_id": 7}, "mask_token_id=7 but dflash_config.mask_token_id="),
-    ({"target_layer_ids": [0, 1]}, "target_layer_ids=[0, 1] but dflash_config."),
+    ({"target_layer_ids": [0]}, "target_layer_ids=[0] but dflash_config."),
     ({"dflash.fusion": "sum"}, "unknown config field dflash_config.fusion='sum'"),
     ({"dflash.temperature": 0.5}, "unknown config field dflash_config.temperature=0.5"),
     ({"dflash.logit_cap": 30}, "unknown config field dflash_config.logit_cap=30"),

@@ -17,7 +17,7 @@ from ddtree_jax.model.kimi import Kimi
 from ddtree_jax.state import Weights
 
 TARGET = KimiConfig(
-    vocab_size=12, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, q_lora_rank=16,
+    vocab_size=12, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=16,
     kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, intermediate_size=48,
     moe_intermediate_size=32, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=1,
     first_k_dense_replace=1, routed_scaling_factor=2.0, norm_topk_prob=True, rms_norm_eps=1e-5,
@@ -27,7 +27,7 @@ TARGET = KimiConfig(
 DRAFTER = DFlashConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=50000.0, vocab_size=12,
-    num_target_layers=3, target_layer_ids=(0, 2), mask_token_id=11, block_size=8,
+    num_target_layers=2, target_layer_ids=(0, 1), mask_token_id=11, block_size=8,
     layer_types=("sliding_attention", "full_attention"), sliding_window=20,
     yarn=Yarn(factor=4.0, original_max_position_embeddings=256),
 )  # fmt: skip

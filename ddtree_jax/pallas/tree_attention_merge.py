@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ddtree_jax.pallas.tree_attention_kernel import (
+from ddtree_jax.pallas.tree_attention_shapes import (
     LOWEST,
     MATRIX,
     ROW,

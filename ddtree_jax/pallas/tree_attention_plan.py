@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from ddtree_jax.pallas.tree_attention_kernel import TILE
+from ddtree_jax.pallas.tree_attention_shapes import TILE
 
 
 @dataclass(frozen=True)

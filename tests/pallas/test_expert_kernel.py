@@ -59,6 +59,7 @@ def test_routings(name, weights, interpret):
     agree(weights, routings()[name], interpret)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["weight", "group"])
 def test_where_scales_are_applied(scale, weights, interpret):
     agree(
@@ -69,6 +70,7 @@ def test_where_scales_are_applied(scale, weights, interpret):
     )
 
 
+@pytest.mark.slow
 def test_tiles_of_several_sizes(weights, interpret):
     config = ExpertConfig((8, 16), stages=2, ctas=2, balance=False)
     agree(weights, counted(3, 0, 13, 18), interpret, config)
@@ -102,7 +104,8 @@ def test_other_configurations(config, weights, interpret):
     agree(weights, counted(1, 0, 40, 9, 100, 6), interpret, config)
 
 
-@pytest.mark.parametrize("tiles", [(8,), pytest.param((8, 32), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [(8,), (8, 32)])
 def test_dense_weights(tiles, interpret):
     dense = [
         jnp.stack([jnp.stack([expert_matrix(w, l, e, jnp.bfloat16) for e in range(3)])
@@ -146,6 +149,7 @@ def test_reads_only_touched_experts_of_the_layer(weights, interpret):
     assert np.isfinite(got).all()
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch(weights, interpret):
     x, ids = rows(np.random.default_rng(7), 11), routings()["uniform"]
     whole = agree(weights, ids, interpret, x=x)

@@ -37,7 +37,9 @@ def lowered(fn, shape, m, k, packed, layer=1, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", ["nano", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi", "rank"))]
+)
 def test_every_shipped_configuration(name, packed):
     layers, experts, *_ = SHAPES[name]
     limits = [limit for limit, _ in (PACKED if packed else DENSE)]

@@ -1,0 +1,249 @@
+"""The consumers of the attend kernel, two warpgroups that lead and follow each other."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ddtree_jax.pallas.tree_attention_shapes import (
+    LOG2E,
+    LOWEST,
+    MATRIX,
+    ROW,
+    TILE,
+    Tile,
+    filled,
+    row_vector,
+)
+
+
+def consume(tile: Tile, wg: int) -> None:
+    """Warpgroup `wg` of the two that compute: its columns of all tiles' outputs."""
+    s, refs = tile.s, tile.refs
+    q_s, results = refs.q_and_o
+    plgpu.set_max_registers(232, action="increase")
+    first_column, columns = s.columns(wg)
+
+    def weights(slot):
+        if s.separate_weights:
+            return refs.p_s.at[slot]
+        return refs.kv_s.at[slot, :, pl.ds(s.value, TILE)]
+
+    def stat(i, kind):
+        return plgpu.load(refs.stats_s.at[i, kind], layout=ROW, optimized=False)
+
+    def scores(seg, t, j, slot):
+        """Products of queries and latents, -inf where the mask forbids."""
+        # Always 0, which the compiler cannot know: else it keeps the addresses of all 36
+        # parts of the queries in registers, and spills them.
+        nought = lax.shift_right_logical(t + j, jnp.int32(30))
+
+        def product(acc):
+            plgpu.wgmma(acc, q_s.at[nought], refs.kv_s.at[slot].transpose((1, 0)))
+            return acc[...]
+
+        x = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
+        if not s.masked:
+            return x
+        tree, first, valid = seg.block(j)
+
+        def mask(x):
+            # Prefix blocks read words of ones, which stand before those of the rows.
+            word = jnp.where(tree, lax.div(first, jnp.int32(32)), 0)
+            place = pl.ds(jnp.where(tree, tile.words(seg), 0), TILE)
+            low, high = (
+                plgpu.load(refs.words.at[word + i, place], layout=ROW, optimized=False)
+                for i in range(2)
+            )
+            column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=MATRIX)
+            bits = jnp.where(column < 32, row_vector(low, x), row_vector(high, x))
+            bits = lax.shift_right_logical(bits, column & 31) & 1
+            return jnp.where((bits == 1) & (column < valid), x, -jnp.inf)
+
+        return lax.cond(tree | (valid < TILE), mask, lambda x: x, x)
+
+    def softmax(x, top, total):
+        """(weights, rescaling of what was summed before, new maximum, new sum)."""
+        c = s.scale * LOG2E
+        highest = jnp.maximum(top, x.max(axis=1) * c)
+        p = jnp.exp2(x * c - row_vector(highest, x))
+        alpha = jnp.exp2(top - highest)
+        return p, alpha, highest, total * alpha + p.sum(axis=1)
+
+    def publish(slot, p, alpha, top):
+        if not s.auto_barriers:  # all warps are done with the columns P replaces
+            plgpu.commit_smem()
+        weights(slot)[...] = p.astype(jnp.bfloat16)
+        refs.stats_s[slot, 0] = alpha
+        if s.alternate:
+            refs.stats_s[slot, 1] = top
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.p_full.at[wg, slot])
+
+    def clean(seg, j, slot):
+        """Zero the values behind the prefix: 0 * NaN is NaN. Tree blocks are clean."""
+        if not s.masked:
+            return
+        tree, _, valid = seg.block(j)
+
+        @pl.when(jnp.logical_not(tree) & (valid < TILE))
+        def _():
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=MATRIX)
+            for c in range(first_column, first_column + columns, 64):
+                chunk = refs.kv_s.at[slot, :, pl.ds(c, 64)]
+                x = plgpu.load(chunk, layout=MATRIX)
+                chunk[...] = jnp.where(row < valid, x, jnp.bfloat16(0))
+            plgpu.commit_smem()
+
+    def accumulate(acc, seg, j, slot, beside=None):
+        """acc + P V; `beside` is computed while the tensor cores are at it."""
+        clean(seg, j, slot)
+        values = refs.kv_s.at[slot, :, pl.ds(first_column, columns)]
+
+        def product(ref):
+            if not s.interpret:  # the interpreter cannot start from a value
+                ref[...] = acc
+            plgpu.wgmma(ref, weights(slot), values)
+            got = beside() if beside is not None else None
+            return ref[...], got
+
+        shape = plgpu.ACC((TILE, columns), jnp.float32)
+        new, got = pl.run_scoped(product, shape)
+        new = acc + new if s.interpret else new
+        plgpu.barrier_arrive(refs.kv_free.at[slot])
+        return (new, got) if beside is not None else new
+
+    def lead(seg, t, j, carry):
+        acc, top, total = carry
+        slot = tile.slot(t + j)
+        plgpu.barrier_wait(refs.kv_full.at[slot])
+        x = scores(seg, t, j, slot)
+        p, alpha, top, total = softmax(x, top, total)
+        publish(slot, p, alpha, top)
+        acc = accumulate(acc * row_vector(alpha, acc), seg, j, slot)
+        return acc, top, total
+
+    def heard(seg, t, j, carry):
+        """Wait for the other's weights of block j: rescaled carry, and the new maximum."""
+        acc, top, total = carry
+        slot = tile.slot(t + j)
+        plgpu.barrier_wait(refs.p_full.at[1 - wg, slot])
+        alpha = stat(slot, 0)
+        if s.alternate:
+            top, total = stat(slot, 1), total * alpha
+        return acc * row_vector(alpha, acc), top, total
+
+    def follow(seg, t, j, carry):
+        slot = tile.slot(t + j)
+        plgpu.barrier_wait(refs.kv_full.at[slot])
+        acc, top, total = heard(seg, t, j, carry)
+        return accumulate(acc, seg, j, slot), top, total
+
+    def follow_and_lead(seg, t, j, carry):
+        """Follow block j - 1 while leading j: its softmax hides behind that product."""
+        before, slot = tile.slot(t + j - 1), tile.slot(t + j)
+        plgpu.barrier_wait(refs.kv_full.at[slot])
+        x = scores(seg, t, j, slot)
+        plgpu.barrier_wait(refs.kv_full.at[before])
+        acc, top, total = heard(seg, t, j - 1, carry)
+        if s.overlap:
+            acc, (p, alpha, top, total) = accumulate(
+                acc, seg, j - 1, before, lambda: softmax(x, top, total)
+            )
+        else:
+            acc = accumulate(acc, seg, j - 1, before)
+            p, alpha, top, total = softmax(x, top, total)
+        publish(slot, p, alpha, top)
+        acc = accumulate(acc * row_vector(alpha, acc), seg, j, slot)
+        return acc, top, total
+
+    def loop(step, low, high, seg, t, carry, stride=1, offset=0):
+        def one(i, carry):
+            return step(seg, t, i * stride + offset, carry)
+
+        return lax.fori_loop(low, high, one, carry)
+
+    def work(seg, t):
+        if wg == 0:  # which has waited for `done`: their memory is free
+            for i in range(s.tile_rows):
+                row = jnp.minimum(seg.row + tile.first_node + i, s.rows - 1)
+                rows = refs.q.at[pl.ds(row * s.heads, s.heads)]
+                plgpu.copy_gmem_to_smem(rows, q_s.at[0, pl.ds(i * s.heads, s.heads)], refs.q_full)
+        plgpu.barrier_wait(refs.q_full)
+        carry = (
+            filled(0, (TILE, columns), MATRIX),
+            filled(LOWEST, (TILE,), ROW),
+            filled(0, (TILE,), ROW),
+        )
+        if not s.alternate:
+            carry = loop(lead if wg == 0 else follow, 0, seg.n, seg, t, carry)
+        else:
+            half = lax.div(seg.n, jnp.int32(2))
+            odd = seg.n - 2 * half
+            if wg == 0:  # leads 0, 2, 4, ...
+                carry = lead(seg, t, 0, carry)
+                args = seg, t, carry, 2, 2
+                carry = loop(follow_and_lead, 0, half + odd - 1, *args)
+                carry = loop(follow, 0, 1 - odd, seg, t, carry, 0, seg.n - 1)
+            else:
+                carry = loop(follow_and_lead, 0, half, seg, t, carry, 2, 1)
+                carry = loop(follow, 0, odd, seg, t, carry, 0, seg.n - 1)
+        finish(seg, carry)
+
+    def finish(seg, carry):
+        acc, top, total = carry
+        sums, result = s.stages, s.stages + 1
+        refs.stats_s[sums, wg] = total
+        plgpu.barrier_arrive(refs.sums_full)
+        plgpu.barrier_wait(refs.sums_full)
+        total = stat(sums, 0) + stat(sums, 1)
+        # 1 where the row saw anything, or NaN: a NaN is shown, unless the row has no bits
+        # and so is padding, whatever it holds.
+        shown = jnp.where(total <= 0, 0.0, 1.0)
+        if s.masked:
+            place = pl.ds(tile.words(seg), TILE)
+            seen = plgpu.load(refs.words.at[0, place], layout=ROW, optimized=False)
+            for w in range(1, refs.words.shape[0]):
+                seen |= plgpu.load(refs.words.at[w, place], layout=ROW, optimized=False)
+            shown = jnp.where(seen != 0, shown, 0.0)
+        total = jnp.where(shown > 0, total, 1.0)
+        scaled = acc * row_vector(1 / total, acc)
+        o_s = results[wg]
+        o_s[...] = jnp.where(row_vector(shown, acc) > 0, scaled, 0).astype(jnp.bfloat16)
+        if wg == 0:
+            refs.stats_s[result, 0] = jnp.where(shown > 0, top + jnp.log2(total), -jnp.inf)
+        plgpu.commit_smem()
+        to = pl.ds(first_column, columns)
+
+        @pl.when(seg.whole)
+        def _():
+            for i in range(s.tile_rows):
+
+                @pl.when(tile.first_node + i < seg.rows)
+                def _(i=i):
+                    row = seg.row + tile.first_node + i
+                    plgpu.copy_smem_to_gmem(
+                        o_s.at[pl.ds(i * s.heads, s.heads)],
+                        refs.out.at[pl.ds(row * s.heads, s.heads), to],
+                    )
+
+            if wg == 0:
+                plgpu.copy_smem_to_gmem(
+                    refs.stats_s.at[result, 0], refs.lse.at[seg.request * s.tiles + tile.index]
+                )
+
+        @pl.when(jnp.logical_not(seg.whole))
+        def _():
+            place = seg.slot * s.tiles + tile.index
+            plgpu.copy_smem_to_gmem(o_s, refs.part.at[place, :, to])
+            if wg == 0:
+                plgpu.copy_smem_to_gmem(refs.stats_s.at[result, 0], refs.part_lse.at[place])
+
+        # The next segment's queries overwrite what both have just stored.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if wg == 1:
+            plgpu.barrier_arrive(refs.done)
+        else:
+            plgpu.barrier_wait(refs.done)
+
+    tile.segments(work)
