@@ -22,6 +22,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items):
+    """Those with a time limit of their own first: no worker is left with a long one at the end."""
+
+    def limit(item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return mark.args[0] if mark else 0
+
+    items.sort(key=limit, reverse=True)
+
+
 def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
