@@ -20,6 +20,8 @@ import jax  # noqa: E402  (reads the environment)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Most tests compile much and run little; those that do not ask for `optimized`.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_collection_modifyitems(items):
@@ -37,12 +39,12 @@ def pytest_unconfigure(config):
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
-@pytest.fixture
-def quick_compile():
-    """Compile without XLA's costly passes: for exactness tests of many small programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+@pytest.fixture(scope="module")
+def optimized():
+    """All of XLA's passes: where runs are long, or the compiled program is what is looked at."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def memory_maps() -> int:

@@ -18,7 +18,7 @@ LENGTHS = (1, 19, 20, 63, 64, 65, 84, 127, 128, 129, 191, 192, 193)
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("window", (20, 64, 65))
-def test_pages_and_windows(quick_compile, window, causal):
+def test_pages_and_windows(window, causal):
     """Every length around the edges of pages and windows; the rest of the cache holds NaN."""
     with jax.enable_x64(True):
         model = tiny_model("float64")

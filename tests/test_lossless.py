@@ -28,7 +28,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 @pytest.fixture(autouse=True)
-def float64(quick_compile):
+def float64():
     with jax.enable_x64(True):
         yield
 

@@ -15,6 +15,7 @@ from benchmarks.prompts import MIXES, load
 from ddtree_jax.model.attention import expanded_attention
 from ddtree_jax.sampling import Law, keyed_noise, log_law, perturbed
 
+pytestmark = pytest.mark.usefixtures("optimized")
 GAP = 1e-4
 SETTINGS = [
     ("dflash", dd.Speculation()),

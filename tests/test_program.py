@@ -141,7 +141,7 @@ def distinct_model() -> Model:
 
 
 @pytest.fixture(scope="module", params=[(m, f) for m in METHODS for f in FORMS], ids="-".join)
-def program(request):
+def program(request, optimized):
     """(model, state, optimised HLO text) of a method's loop, or of its step alone."""
     method, form = request.param
     model = distinct_model()

@@ -15,7 +15,6 @@ from ddtree_jax.train.params import initialise, leaves
 
 CONFIG = TINY.drafter
 LENGTH = 40
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("layer", range(CONFIG.num_hidden_layers))
