@@ -11,8 +11,11 @@ import tempfile
 
 import pytest
 
-# Workers and the commands that tests start inherit the cache of compiled programs from here.
+# Workers and the commands that tests start inherit from here the cache of compiled programs, and
+# that most passes of XLA are left out: most tests compile much and run little. The others ask for
+# `optimized`.
 if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddtree-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
@@ -20,8 +23,6 @@ import jax  # noqa: E402  (reads the environment)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Most tests compile much and run little; those that do not ask for `optimized`.
-jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_collection_modifyitems(items):

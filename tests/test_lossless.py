@@ -177,6 +177,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(monkeypatch, name):
     """Each fault makes the comparison with plain decoding, or with a fresh prefill, fail."""
