@@ -12,10 +12,11 @@ import tempfile
 import pytest
 
 # Workers and the commands that tests start inherit from here the cache of compiled programs, and
-# that most passes of XLA are left out: most tests compile much and run little. The others ask for
-# `optimized`.
+# on a CPU that most passes of XLA are left out: most tests compile much and run little. The others
+# ask for `optimized`; tests on a GPU look at what users get.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddtree-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
@@ -45,7 +46,8 @@ def optimized():
     """All of XLA's passes: where runs are long, or the compiled program is what is looked at."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    quick = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
+    jax.config.update("jax_disable_most_optimizations", quick)
 
 
 def memory_maps() -> int:
