@@ -29,8 +29,9 @@ STEPS = {
     "dflash": lambda weights, state: dd.dflash_step(weights, state, block_size=6),
     "autoregressive": dd.autoregressive_step,
 }
-# Of the steps alone, the one that holds most: a loop holds its own.
 FORMS = [*((m, "loop") for m in METHODS), ("ddtree", "step")]
+SLOW_FORMS = [("dflash", "step"), ("autoregressive", "step")]  # their loops hold them
+FORMS += [pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS]
 
 
 class Letters:

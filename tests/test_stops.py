@@ -15,6 +15,7 @@ from ddtree_jax.stops import find, held_back
 
 METHODS = ("autoregressive", "dflash", "ddtree")
 PROMPT = [1, 2, 3]
+TREE = dd.Speculation()
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,9 @@ def test_stop_ids_cut_an_accepted_run(method):
     for first, done in zip(firsts, cut, strict=True):
         assert done.tokens == plain[: first + 1] and done.finish_reason == "stop"
     # A stop id that is the last allowed token is a stop.
-    limit = dd.generate(model, [PROMPT] * 4, method, sampling=samplings[3], max_new_tokens=14)
-    assert all(done.tokens == cut[3].tokens and done.finish_reason == "stop" for done in limit)
+    for i in (0, 3):
+        limit = dd.generate(model, [PROMPT] * 4, method, TREE, samplings[i], firsts[i] + 1)
+        assert all(done.tokens == cut[i].tokens and done.finish_reason == "stop" for done in limit)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -55,7 +57,7 @@ def test_min_new_tokens_sees_the_path_of_each_node(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_max_new_tokens_is_exact(method):
-    for limit in (1, 5, 7, 8):  # two capacities
+    for limit in (1, 2, 7, 13):
         done = dd.generate(tiny_model(), [PROMPT], method, max_new_tokens=limit)[0]
         assert len(done.tokens) == limit and done.finish_reason == "length"
 
