@@ -6,7 +6,7 @@ CONSTRAINTS ?= constraints.txt
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.ddtree-jax-installed
-PYTEST := JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --timeout 600
+PYTEST := JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 --dist worksteal --timeout 600
 
 .PHONY: help venv demo test slow lint notebooks clean
 

@@ -1,10 +1,11 @@
 """Accept length of the acceptance rules under temperature, and the time of the filters.
 
-    python -m benchmarks.sampling [--prompts 64] [--new-tokens 64] [--plot]
+    python -m benchmarks.sampling [--parts rules filters] [--prompts 64] [--new-tokens 64] [--plot]
 
 Every prompt of every mix is decoded for real with each rule: `coupled` trees and chain, `rejection`
 trees, and the chain drawn from the drafter. Then top-k, top-p and min-p, all on, are timed over the
-vocabulary of Kimi K2.6. Writes results/sampling.json.
+vocabulary of Kimi K2.6. Writes results/sampling.json; a part that is not run keeps its points
+there: accept lengths may come from a CPU, times from a GPU, and each point names its device.
 """
 
 import json
@@ -32,41 +33,72 @@ LAWS = {
     "t1": {"temperature": 1.0},
     "t1_top_p": {"temperature": 1.0, "top_p": 0.95},
 }
+PARTS = ("rules", "filters")
 BUDGETS, TOP_K = (7, 8, 16, 32), 8
 FOREVER = np.iinfo(np.int32).max
 VOCAB = 163_840  # of Kimi K2.6
 FILTERED = Sampling(0.8, top_k=50, top_p=0.95, min_p=0.02)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = results_file.parser(__doc__.split("\n")[0], "sampling")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--prompts", type=int, default=EACH, help="of each mix")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rows", type=int, nargs="+", default=[9, 1152], help="filters timed for")
     parser.add_argument("--plot", action="store_true")
-    args = parser.parse_args()
-    model = load_model(args.model, dtype=args.dtype)
-    points = []
-    for mix in MIXES:
-        for law in LAWS:
-            points += acceptance(model, mix, law, args.prompts, args.new_tokens)
-            here = {p["name"]: round(p["accept_length"], 3) for p in points if p["law"] == law}
-            print(mix, law, here, flush=True)
-    timed = [time_filters(rows) for rows in args.rows]
-    print(timed)
+    args = parser.parse_args(arguments)
+    found = {part: kept(args.output, part) for part in PARTS if part not in args.parts}
+    if "rules" in args.parts:
+        found["rules"] = accept_lengths(args)
+    if "filters" in args.parts:
+        found["filters"] = [time_filters(rows) for rows in args.rows]
+        print(found["filters"])
+    device = {"device": jax.devices()[0].device_kind}
+    points = [
+        {"part": part, **(device if part in args.parts else {}), **point}
+        for part in PARTS
+        for point in found[part]
+    ]
     notes = [
-        "real held-out text, every decoding run for real; accept length counts the bonus, not "
-        "prefill's token; over all prompts of a mix",
-        f"{model.name}, dtype {model.weights.dtype}, {args.new_tokens} new tokens, block size "
-        f"{model.drafter_config.block_size}",
+        "rules: real held-out text, every decoding run for real; accept length counts the bonus, "
+        "not prefill's token; over all prompts of a mix",
         f"filters: {FILTERED}, vocabulary {VOCAB}, random normal float32 logits; microseconds of "
         "the choice with all filters on, less the same without filters; `us_whole` is not reduced",
     ]
-    summary = summarise(points, timed)
-    results_file.write(args.output, summary, points + timed, notes)
+    if len(args.parts) < len(PARTS):
+        notes.append("machine, versions, commit and date are of the part run last; see `device`")
+    summary = summarise(found["rules"], found["filters"])
+    results_file.write(args.output, summary, points, notes)
     print(json.dumps(summary, indent=1))
-    if args.plot:
-        plot(points, args.output.with_suffix(".png"))
+    if args.plot and found["rules"]:
+        plot(found["rules"], args.output.with_suffix(".png"))
+
+
+def kept(path: Path, part: str) -> list[dict]:
+    """Points of a part that is not run now, of an earlier run if there was one."""
+    if not path.exists():
+        return []
+    return [p for p in json.loads(path.read_text())["points"] if p["part"] == part]
+
+
+def accept_lengths(args) -> list[dict]:
+    """Points of all mixes, laws and rules."""
+    model = load_model(args.model, dtype=args.dtype)
+    shared = {
+        "model": model.name,
+        "dtype": model.weights.dtype,
+        "new_tokens": args.new_tokens,
+        "block_size": model.drafter_config.block_size,
+    }
+    points = []
+    for mix in MIXES:
+        for law in LAWS:
+            found = acceptance(model, mix, law, args.prompts, args.new_tokens)
+            here = {p["name"]: round(p["accept_length"], 3) for p in found}
+            print(mix, law, here, flush=True)
+            points += [shared | point for point in found]
+    return points
 
 
 def rules(model: Model) -> list[tuple[str, str, Speculation]]:
@@ -168,6 +200,9 @@ def mean(points: list[dict], kind: str, rule: str, law: str, budget: int | None 
 
 
 def summarise(points: list[dict], timed: list[dict]) -> dict:
+    times = {f"filter_us_{t['rows']}_rows": t["us"] for t in timed}
+    if not points:
+        return times
     summary = {
         "coupled_t1_b16": mean(points, "code", "coupled", "t1", 16),
         "rejection_t1_b16": mean(points, "code", "rejection", "t1", 16),
@@ -175,7 +210,7 @@ def summarise(points: list[dict], timed: list[dict]) -> dict:
         "coupled_chain_t1": mean(points, "code", "coupled chain", "t1"),
         "greedy_b16": mean(points, "code", "coupled", "greedy", 16),
     }
-    return summary | {f"filter_us_{t['rows']}_rows": t["us"] for t in timed}
+    return summary | times
 
 
 def plot(points: list[dict], path: Path) -> None:

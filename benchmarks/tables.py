@@ -99,6 +99,31 @@ def acceptance_grid(result: dict) -> str:
     return markdown(["mix", "budget", *(f"top-k {k}" for k in top_ks)], rows)
 
 
+def sampling(result: dict) -> str:
+    """Accept lengths of the acceptance rules under temperature, short and long prompts together."""
+    points = [p for p in result["points"] if p["part"] == "rules"]
+    chains = {"coupled": "coupled chain", "rejection": "sampled chain"}
+    laws = {"t0.6": "T = 0.6", "t1": "T = 1", "t1_top_p": "T = 1, top-p 0.95"}
+    budgets = sorted({p["budget"] for p in points if p["method"] == "ddtree"})
+
+    def mean(kind, law, rule, budget=None):
+        here = [
+            p for p in points
+            if p["mix"].startswith(kind) and (p["law"], p["rule"]) == (law, rule)
+            and budget in (None, p["budget"])
+        ]  # fmt: skip
+        return f"{sum(p['tokens'] for p in here) / sum(p['passes'] for p in here):.2f}"
+
+    rows = [
+        [kind, words, rule, mean(kind, law, chain), *(mean(kind, law, rule, b) for b in budgets)]
+        for kind in ("code", "prose")
+        for law, words in laws.items()
+        for rule, chain in chains.items()
+    ]
+    top_k = next(p["top_k"] for p in points if p["method"] == "ddtree")
+    return markdown(["mix", "law", "rule", "chain", *(f"tree {b}/{top_k}" for b in budgets)], rows)
+
+
 def sweep(result: dict) -> str:
     """Tokens/s of all requests; in brackets over autoregression's."""
     points, rows = result["points"], []
@@ -139,6 +164,7 @@ def markdown(heads: list[str], rows: list[list[str]]) -> str:
 TABLES = {
     "acceptance": ("acceptance", acceptance),
     "acceptance_grid": ("acceptance", acceptance_grid),
+    "sampling": ("sampling", sampling),
     "sweep": ("sweep", sweep),
 }
 

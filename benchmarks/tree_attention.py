@@ -9,6 +9,7 @@ program, one after the other over as many layers of a random pool as exceed the 
 times, which XLA replays as a CUDA graph.
 """
 
+import argparse
 import dataclasses
 import itertools
 import statistics
@@ -306,7 +307,8 @@ def summarize(found: Sequence[dict], cost: float | None) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = results_file.parser(__doc__.splitlines()[0], "tree_attention")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=results_file.RESULTS / "tree_attention.json")
     parser.add_argument(
         "--stage", choices=("check", "choose", "mask", "measure", "all"), default="all"
     )
@@ -315,6 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--budget-seconds", type=float, default=float("inf"), help="begin no point after so long"
     )
     args = parser.parse_args(arguments)
+    if args.stage in ("check", "mask") and args.budget_seconds != float("inf"):
+        parser.error(f"--budget-seconds {args.budget_seconds:g} goes with choose, measure and all")
     start = time.monotonic()
 
     def enough() -> bool:
@@ -330,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{time.monotonic() - start:6.1f}s {where} {text}  {changed or ''}", flush=True)
 
     if args.stage == "check":
-        list(measure(CHECKED, BEST, 2, log))
+        list(measure(CHECKED, BEST, args.workers, log))
         return
     before = ceilings.measure()
     chosen = dict(BEST)

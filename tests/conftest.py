@@ -11,8 +11,12 @@ import tempfile
 
 import pytest
 
-# Workers and the commands that tests start inherit the cache of compiled programs from here.
+# Workers and the commands that tests start inherit from here the cache of compiled programs, and
+# on a CPU that most passes of XLA are left out: most tests compile much and run little. The others
+# ask for `optimized`; tests on a GPU look at what users get.
 if "PYTEST_XDIST_WORKER" not in os.environ:
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ddtree-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
@@ -22,17 +26,28 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items):
+    """Those with a time limit of their own first: no worker is left with a long one at the end."""
+
+    def limit(item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return mark.args[0] if mark else 0
+
+    items.sort(key=limit, reverse=True)
+
+
 def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
-@pytest.fixture
-def quick_compile():
-    """Compile without XLA's costly passes: for exactness tests of many small programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+@pytest.fixture(scope="module")
+def optimized():
+    """All of XLA's passes: where runs are long, or the compiled program is what is looked at."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    quick = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
+    jax.config.update("jax_disable_most_optimizations", quick)
 
 
 def memory_maps() -> int:

@@ -14,6 +14,7 @@ from benchmarks import (
     acceptance,
     ceilings,
     results_file,
+    sampling,
     static_batch,
     sweep,
     tables,
@@ -178,6 +179,7 @@ def results(tmp_path):
         for c, m, b, k, s in speeds
     ]
     results_file.write(tmp_path / "sweep.json", {}, points, [])
+    results_file.write(tmp_path / "sampling.json", {}, rule_points(), [])
     return tmp_path
 
 
@@ -202,6 +204,39 @@ def test_the_check_decodes_the_chain_of_the_model(monkeypatch):
     found = acceptance.check(model, ["a", "b", "c"], [dd.Sampling()] * 3, trace, args)
     assert asked == [(4, 1), (8, 4), (16, 8)]
     assert found == {"prompts": 6, "differ": 3}
+
+
+def rule_points():
+    """Each rule commits 3 tokens a pass: 2 on short prompts, 4 on long ones."""
+    return [
+        {"part": "rules", "mix": f"{kind}_{size}", "law": law, "rule": rule, "method": method,
+         "budget": budget, "top_k": 8, "tokens": 10 * (1 + (size == "long")), "passes": 5}
+        for kind in ("code", "prose") for size in ("short", "long") for law in sampling.LAWS
+        for rule, method in (("coupled", "ddtree"), ("rejection", "ddtree"),
+                             ("coupled chain", "dflash"), ("sampled chain", "dflash"))
+        for budget in (sampling.BUDGETS if method == "ddtree" else (7,))
+    ]  # fmt: skip
+
+
+def test_sampling_keeps_the_part_it_does_not_run(monkeypatch, tmp_path):
+    """And its table takes the mean over passes of the short and the long mix."""
+    points = rule_points()
+    monkeypatch.setattr(sampling, "VOCAB", 512)
+    monkeypatch.setattr(sampling, "accept_lengths", lambda args: points)
+    at = ["--output", str(tmp_path / "sampling.json")]
+    sampling.main(["--parts", "filters", "--rows", "2", *at])
+    sampling.main(["--parts", "rules", "--plot", *at])
+    result = json.loads((tmp_path / "sampling.json").read_text())
+    parts = [p["part"] for p in result["points"]]
+    assert parts == ["rules"] * len(points) + ["filters"]
+    assert all(p["device"] == "cpu" for p in result["points"])
+    summary = result["summary"]
+    assert summary["coupled_t1_b16"] == 3 and isinstance(summary["filter_us_2_rows"], float)
+    assert (tmp_path / "sampling.png").exists()
+    table = tables.render("sampling", tmp_path).splitlines()
+    assert table[0] == "| mix | law | rule | chain | tree 7/8 | tree 8/8 | tree 16/8 | tree 32/8 |"
+    assert table[2] == "| code | T = 0.6 | coupled | 3.00 | 3.00 | 3.00 | 3.00 | 3.00 |"
+    assert len(table) == 2 + 2 * 3 * 2
 
 
 def test_tables(results, capsys):

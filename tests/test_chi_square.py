@@ -7,6 +7,7 @@ import pytest
 import ddtree_jax as dd
 from benchmarks.chi_square import p_values, pearson
 
+pytestmark = pytest.mark.usefixtures("optimized")
 TEXT = "This option sets the"  # where many words may follow
 CASES = [("ddtree", "coupled"), ("ddtree", "rejection"), ("dflash", "rejection")]
 

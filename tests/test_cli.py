@@ -18,7 +18,6 @@ from ddtree_jax.generate import METHODS, Completion
 from ddtree_jax.shards import INDEX
 from ddtree_jax.tokenizer import RANKS
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 KEYS = [
     "text", "tokens", "prompt_tokens", "finish_reason", "method", "budget", "verify_passes",
     "accept_length", "accept_by_depth", "tokens_per_second",

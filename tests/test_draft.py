@@ -14,11 +14,14 @@ from ddtree_jax.model.dflash import grouped_attention
 from ddtree_jax.step import draft
 
 LENGTHS = (1, 19, 20, 63, 64, 65, 84, 127, 128, 129, 191, 192, 193)
+EDGES = [(20, False), (65, True)]
+OTHERS = [(20, True), (64, False), (64, True), (65, False)]
 
 
-@pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("window", (20, 64, 65))
-def test_pages_and_windows(quick_compile, window, causal):
+@pytest.mark.parametrize(
+    "window, causal", [*EDGES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
+def test_pages_and_windows(window, causal):
     """Every length around the edges of pages and windows; the rest of the cache holds NaN."""
     with jax.enable_x64(True):
         model = tiny_model("float64")

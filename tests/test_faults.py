@@ -31,7 +31,7 @@ FILTERED = [
 
 
 @pytest.fixture(autouse=True)
-def float64(quick_compile):
+def float64():
     with jax.enable_x64(True):
         yield
 

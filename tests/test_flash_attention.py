@@ -53,6 +53,8 @@ def test_serves_only_what_it_can(monkeypatch):
     assert not serves(v=200) and not serves(d=320) and not serves(d=100)
     Card.compute_capability = "8.9"
     assert not serves()
+    Card.compute_capability = "gfx942"  # not NVIDIA's
+    assert not serves()
     Card.compute_capability = "10.0"
     assert serves()
 
@@ -61,24 +63,36 @@ def test_serves_only_what_it_can(monkeypatch):
 @pytest.mark.parametrize("t,heads,d,v", [(1024, 8, 96, 32), (2048, 64, 192, 128)])
 def test_on_a_gpu(t, heads, d, v):
     args = draw(t, heads, d, v, jnp.bfloat16)
-    assert attention.flash_serves(args[0], args[2])
+    assert flash_serves(args[0], args[2])
     found = jax.jit(partial(flash_attention, scale=SCALE))(*args)
     exact = causal_attention(*(a.astype(jnp.float32) for a in args), SCALE)
     error = jnp.linalg.norm(found.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
     assert found.dtype == jnp.bfloat16 and error < 1e-2
 
 
+@pytest.mark.gpu
+def test_block_on_a_gpu():
+    """The whole attention block of prefill, which must take the flash form."""
+    mla = attention.MLA(prefill.LAYER, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (1024, prefill.LAYER.hidden_size), jnp.bfloat16)
+    assert prefill.forms(1024) == (False, True)
+    plain, fused = (prefill.compile_block(mla, 1024, flash) for flash in (False, True))
+    assert "fmha" in fused.func.as_text() and "fmha" not in plain.func.as_text()
+    wanted, found = (run(x)[0].astype(jnp.float32) for run in (plain, fused))
+    assert jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted) < 1e-2
+
+
 def test_benchmark(monkeypatch, tmp_path):
-    """On a CPU both forms are the plain one; and XLA counts the operations the benchmark states."""
+    """A CPU has the plain form only; and XLA counts the operations the benchmark states."""
     small = dict(hidden_size=64, num_attention_heads=4, q_lora_rank=32, kv_lora_rank=64)
     monkeypatch.setattr(prefill, "LAYER", replace(prefill.LAYER, **small))
     monkeypatch.setattr(ceilings, "measure", lambda: {"matmul_tflops": 785.0})
     prefill.main(["--tokens", "128", "--samples", "1", "--output", str(tmp_path / "a.json")])
     found = json.loads((tmp_path / "a.json").read_text())
-    plain, flash = found["points"]
-    assert plain["norm"] == flash["norm"] > 0 and set(found["summary"]) == {
-        "plain_over_flash_128", "share_128"
-    }  # fmt: skip
+    [plain] = found["points"]
+    assert not plain["flash"] and plain["norm"] > 0 and found["summary"] == {}
+    both = [plain | {"flash": flash, "us": us} for flash, us in ((False, 30.0), (True, 10.0))]
+    assert prefill.summarise(both)["plain_over_flash_128"] == 3
     mla = attention.MLA(prefill.LAYER, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     counted = prefill.compile_block(mla, 128, False).func.cost_analysis()["flops"]
     whole = 4 * (192 + 128) * 128 * 127  # what the mask takes away, the plain form does

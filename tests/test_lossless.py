@@ -28,7 +28,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 @pytest.fixture(autouse=True)
-def float64(quick_compile):
+def float64():
     with jax.enable_x64(True):
         yield
 
@@ -177,6 +177,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(monkeypatch, name):
     """Each fault makes the comparison with plain decoding, or with a fresh prefill, fail."""

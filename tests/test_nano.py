@@ -15,6 +15,7 @@ from benchmarks.prompts import MIXES, load
 from ddtree_jax.model.attention import expanded_attention
 from ddtree_jax.sampling import Law, keyed_noise, log_law, perturbed
 
+pytestmark = pytest.mark.usefixtures("optimized")
 GAP = 1e-4
 SETTINGS = [
     ("dflash", dd.Speculation()),
@@ -88,9 +89,9 @@ def test_trees_commit_more_than_chains(model):
 
 def test_a_request_alone_or_in_a_batch(model):
     texts = load("code_short", 2)
-    together = dd.generate(model, texts, max_new_tokens=48)
+    together = dd.generate(model, texts, max_new_tokens=64)
     for text, done in zip(texts, together, strict=True):
-        alone = dd.generate(model, text, max_new_tokens=48)[0]
+        alone = dd.generate(model, text, max_new_tokens=64)[0]
         gap = gap_at_difference(model, text, alone.tokens, done.tokens, dd.Sampling())
         assert gap is None or gap < GAP
 

@@ -101,7 +101,6 @@ def test_acceptance():
     assert len(draw_acceptance([named["ddtree"]] * 2).axes[0].lines) == 2
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_next_tree_is_what_the_step_commits():
     model, prompts = tiny_model(), prompts_of((5, 9))
     speculation = dd.Speculation(20, 8)

@@ -29,7 +29,9 @@ STEPS = {
     "dflash": lambda weights, state: dd.dflash_step(weights, state, block_size=6),
     "autoregressive": dd.autoregressive_step,
 }
-FORMS = ("loop", "step")
+FORMS = [*((m, "loop") for m in METHODS), ("ddtree", "step")]
+SLOW_FORMS = [("dflash", "step"), ("autoregressive", "step")]  # their loops hold them
+FORMS += [pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS]
 
 
 class Letters:
@@ -140,8 +142,8 @@ def distinct_model() -> Model:
     return Model(dd.Weights(*leaves, target, drafter, "float32"), None, "distinct")
 
 
-@pytest.fixture(scope="module", params=[(m, f) for m in METHODS for f in FORMS], ids="-".join)
-def program(request):
+@pytest.fixture(scope="module", params=FORMS, ids="-".join)
+def program(request, optimized):
     """(model, state, optimised HLO text) of a method's loop, or of its step alone."""
     method, form = request.param
     model = distinct_model()

@@ -13,9 +13,9 @@ import ddtree_jax as dd
 from ddtree_jax.step import draft_and_walk
 from ddtree_jax.stops import find, held_back
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 METHODS = ("autoregressive", "dflash", "ddtree")
 PROMPT = [1, 2, 3]
+TREE = dd.Speculation()
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +31,16 @@ def whole(model, method="autoregressive", **sampling):
 def test_stop_ids_cut_an_accepted_run(method):
     model = tiny_model()
     plain = dd.generate(model, [PROMPT], "autoregressive", max_new_tokens=24)[0].tokens
-    for at in (0, 5, 11):
-        stop = plain[at]
-        first = plain.index(stop)
-        sampling = dd.Sampling(stop_ids=[stop])
-        done = dd.generate(model, [PROMPT], method, sampling=sampling, max_new_tokens=24)[0]
+    firsts = [plain.index(token) for token in (plain[0], plain[1], plain[3], plain[13])]
+    assert firsts == [0, 1, 3, 13]
+    samplings = [dd.Sampling(stop_ids=[plain[first]]) for first in firsts]
+    cut = dd.generate(model, [PROMPT] * 4, method, sampling=samplings, max_new_tokens=24)
+    for first, done in zip(firsts, cut, strict=True):
         assert done.tokens == plain[: first + 1] and done.finish_reason == "stop"
-        # A stop id that is the last allowed token is a stop.
-        limit = dd.generate(model, [PROMPT], method, sampling=sampling, max_new_tokens=first + 1)[0]
-        assert limit.tokens == done.tokens and limit.finish_reason == "stop"
+    # A stop id that is the last allowed token is a stop.
+    for i in (0, 3):
+        limit = dd.generate(model, [PROMPT] * 4, method, TREE, samplings[i], firsts[i] + 1)
+        assert all(done.tokens == cut[i].tokens and done.finish_reason == "stop" for done in limit)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -137,9 +138,13 @@ def test_experts_touched():
     )
     for completion, counts in zip(done, expected, strict=True):
         np.testing.assert_allclose(completion.experts_touched, np.mean(counts, axis=0))
-    plain = dd.generate(model, PROMPT, "autoregressive", max_new_tokens=5, count_experts=True)[0]
-    assert plain.experts_touched == [config.num_experts_per_tok] * config.num_moe_layers
-    assert dd.generate(model, PROMPT, max_new_tokens=2)[0].experts_touched is None
+    plain = dd.generate(
+        model, [PROMPT, PROMPT[:2]], "autoregressive", max_new_tokens=9, count_experts=True
+    )
+    for one in plain:
+        assert one.experts_touched == [config.num_experts_per_tok] * config.num_moe_layers
+    without = dd.generate(model, [PROMPT], "autoregressive", max_new_tokens=24)
+    assert without[0].experts_touched is None
 
 
 @pytest.mark.parametrize("acceptance", ("coupled", "rejection"))

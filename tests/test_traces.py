@@ -10,7 +10,7 @@ from benchmarks.traces import record, replay
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_replay_equals_decoding(quick_compile, temperature):
+def test_replay_equals_decoding(temperature):
     with jax.enable_x64(True):
         model, prompts = tiny_model("float64"), prompts_of((5, 63, 2))
         sampling = [dd.Sampling(temperature, seed=seed) for seed in range(3)]

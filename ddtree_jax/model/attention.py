@@ -92,20 +92,21 @@ class MLA(nnx.Module):
         return jnp.concatenate([keys, rope], axis=-1), values
 
 
-def expanded_attention(mla: MLA, x, positions, layer):
+def expanded_attention(mla: MLA, x, positions, layer, flash: bool = True):
     """Attention of one sequence over itself, from position 0: prefill, and scoring of texts.
 
-    Cheaper than absorbed attention for so many rows. Also returns the rows' latents.
+    Cheaper than absorbed attention for so many rows. Also returns the rows' latents. `flash=False`
+    keeps to the plain form where flash attention could serve.
     """
     nope, rope, latents = mla.project(x, positions)
     queries = jnp.concatenate([nope, rope], axis=-1)
     keys, values = mla.expand(latents)
-    attend = partial(causal_attention, scale=mla.config.softmax_scale)
-    if flash_serves(queries, values):
-        flash = partial(flash_attention, scale=mla.config.softmax_scale)
-        out = lax.platform_dependent(queries, keys, values, cuda=flash, default=attend)
+    plain = partial(causal_attention, scale=mla.config.softmax_scale)
+    if flash and flash_serves(queries, values):
+        fused = partial(flash_attention, scale=mla.config.softmax_scale)
+        out = lax.platform_dependent(queries, keys, values, cuda=fused, default=plain)
     else:
-        out = attend(queries, keys, values)
+        out = plain(queries, keys, values)
     return mla.o_proj(out.reshape(x.shape[0], -1)), latents
 
 
@@ -116,28 +117,29 @@ def flash_serves(queries: Float[Array, "t heads d"], values: Float[Array, "t hea
     """Whether `flash_attention` can, and should, take the place of `causal_attention`."""
     if jax.default_backend() != "gpu" or queries.dtype != jnp.bfloat16:
         return False
-    capable = all(float(d.compute_capability) >= 9 for d in jax.local_devices())
+    known = {"9.0", "10.0"}  # Hopper and Blackwell: cuDNN has wide heads there
+    capable = all(getattr(d, "compute_capability", None) in known for d in jax.local_devices())
     t, d = queries.shape[0], queries.shape[2]
     return capable and t >= FLASH_FROM and d % 8 == 0 and values.shape[2] <= d <= 256
 
 
 def flash_attention(
-    queries: Float[Array, "t heads d"],
-    keys: Float[Array, "t heads d"],
-    values: Float[Array, "t heads v"],
+    queries: Float[Array, "*b t heads d"],
+    keys: Float[Array, "*b t heads d"],
+    values: Float[Array, "*b t heads v"],
     scale: float,
-) -> Float[Array, "t heads v"]:
-    """`causal_attention` by cuDNN, which keeps scores off memory: on Hopper and later, in bf16.
+    implementation: str = "cudnn",
+) -> Float[Array, "*b t heads v"]:
+    """`causal_attention` of one sequence or of a batch; cuDNN's keeps the scores off memory.
 
     jax.nn wants values as wide as keys: the padding costs a fifth of the work at 192 and 128.
     """
-    size = values.shape[2]
-    wide = jnp.pad(values, ((0, 0), (0, 0), (0, keys.shape[2] - size)))
+    size = values.shape[-1]
+    wide = jnp.pad(values, ((0, 0),) * (values.ndim - 1) + ((0, keys.shape[-1] - size),))
     out = jax.nn.dot_product_attention(
-        queries[None], keys[None], wide[None],
-        scale=scale, is_causal=True, implementation="cudnn",
-    )  # fmt: skip
-    return out[0, ..., :size]
+        queries, keys, wide, scale=scale, is_causal=True, implementation=implementation
+    )
+    return out[..., :size]
 
 
 def causal_attention(

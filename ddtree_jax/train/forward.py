@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.config import KimiConfig
-from ddtree_jax.model.attention import causal_attention
+from ddtree_jax.model.attention import causal_attention, flash_attention
 from ddtree_jax.model.kimi import Kimi, Rows, merge_kimi
 from ddtree_jax.model.layers import matmul, precision
 from ddtree_jax.pallas.expert_weights import GROUP
@@ -93,12 +93,8 @@ def flash(batch: int, length: int, implementation: str):
         if implementation == "plain":
             out = jax.vmap(lambda *a: causal_attention(*a, c.softmax_scale))(q, k, v)
         else:
-            v = jnp.pad(v, ((0, 0),) * 3 + ((0, q.shape[-1] - v.shape[-1]),))  # cuDNN: one size
-            out = jax.nn.dot_product_attention(
-                q, k, v, scale=c.softmax_scale, is_causal=True, implementation=implementation
-            )
-        out = out[..., : c.v_head_dim].reshape(batch * length, -1)
-        return mla.o_proj(out), latents
+            out = flash_attention(q, k, v, c.softmax_scale, implementation)
+        return mla.o_proj(out.reshape(batch * length, -1)), latents
 
     return attend
 

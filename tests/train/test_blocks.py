@@ -15,7 +15,6 @@ from ddtree_jax.train.params import initialise, leaves
 
 CONFIG = TINY.drafter
 LENGTH = 40
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("layer", range(CONFIG.num_hidden_layers))
@@ -32,6 +31,7 @@ def test_visibility_against_a_loop(layer):
                 assert got[b, a * config.block_size + row].tolist() == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", ["plain", "xla"])
 def test_training_logits_equal_inference(causal, implementation):

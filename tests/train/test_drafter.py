@@ -5,7 +5,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from ddtree_jax.model.dflash import DFlash
 from ddtree_jax.model.kimi import Kimi
@@ -16,7 +15,6 @@ from ddtree_jax.train.windows import Streams
 
 CONFIG = TINY.drafter
 LENGTH = 40
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def data(end):

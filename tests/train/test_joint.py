@@ -17,7 +17,6 @@ from ddtree_jax.train.windows import Streams, sample
 
 RECIPE = target.Recipe(batch=2, length=48, long_length=96, joint_anchors=3, dtype="float32")
 KEY = jax.random.key(7)
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.fixture(scope="module")

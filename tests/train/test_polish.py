@@ -20,7 +20,6 @@ RECIPE = polish.Recipe(
     rounds=2, steps=2, chunk=2, kept=2, real=(2, 200), said=2, joint_anchors=3, dtype="float32",
     group=sample.Group("p", batch=4, low=8, high=10, length=161, segment=161),
 )  # fmt: skip
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def texts(tokens, prompt, end, temperature=0.0):
