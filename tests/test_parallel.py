@@ -23,7 +23,7 @@ SAMPLINGS = [dd.Sampling(), dd.Sampling(1.0, seed=7), dd.Sampling(0.8, top_p=0.9
 
 
 @pytest.fixture(autouse=True)
-def float64(quick_compile):
+def float64():
     with jax.enable_x64(True):
         yield
 
