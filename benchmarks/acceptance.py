@@ -104,7 +104,7 @@ def check(model: Model, texts, samplings, trace: Trace, args) -> dict:
         for r, completion in enumerate(out):
             done += 1
             same = completion.tokens == trace.said[r, : trace.count[r]].tolist()
-            differ += not same or completion.verify_passes != expected.passes[r]
+            differ += not same or completion.verify_passes != int(expected.passes[r])
     return {"prompts": done, "differ": differ}
 
 

@@ -29,7 +29,8 @@ from ddtree_jax.train.windows import Streams
 from ddtree_jax.train.windows import sample as windows
 
 # One more than an even length: cuDNN wants inputs of an even length.
-GROUP = sample.Group("polish", batch=2048, low=32, high=160, length=385, segment=385)
+SHORT = sample.Group("short", batch=2048, low=32, high=160, length=385, segment=385)
+LONG = sample.Group("long", batch=512, low=1536, high=1536, length=1665, segment=1665)
 WARM = 0.7  # temperature of the texts that are learnt
 TEMPERATURES = (0.0, WARM, 0.0, 0.0)
 SAVE_EVERY = 4  # rounds
@@ -40,13 +41,13 @@ class Recipe:
     optimizer: Optimizer = field(
         default_factory=lambda: Optimizer(peak=1e-3, warmup=20, decay_share=0.8)
     )
-    group: sample.Group = GROUP
+    groups: tuple[sample.Group, ...] = (SHORT, LONG)  # texts of a round
     rounds: int = 12
     steps: int = 60  # of a round
     chunk: int = 20
     kept: int = 3  # rounds whose texts are drawn from
     real: tuple[int, int] = (16, 2048)  # windows of training text in a step
-    said: int = 80  # texts of the target in a step
+    said: tuple[int, ...] = (80, 16)  # texts of the target in a step, of each group
     strength: float = 3.0  # of the unlikelihood against the cross entropy
     again: float = 0.5  # weight of an n-gram's second occurrence; from the third on it is 1
     distil: float = 0.2  # of the cross entropy of own texts
@@ -68,9 +69,10 @@ class Said(NamedTuple):
     learnt: Float[Array, "n t"]  # of the likelihood, 0 or 1
 
 
-def say(config: KimiConfig, recipe: Recipe, weights, streams: Streams, key) -> sample.Texts:
+def say(
+    config: KimiConfig, recipe: Recipe, group: sample.Group, weights, streams: Streams, key
+) -> sample.Texts:
     """Texts of the current weights: three in four greedy, the others at WARM."""
-    group = recipe.group
     given, prompt, _, rest = sample.prompts(key, group, streams, recipe.code_share)
     temperature = jnp.resize(jnp.array(TEMPERATURES, jnp.float32), (group.batch,))
     tokens = sample.generate(
@@ -83,10 +85,13 @@ def say(config: KimiConfig, recipe: Recipe, weights, streams: Streams, key) -> s
 
 
 def weigh(texts: sample.Texts, again: float) -> Said:
-    """Only said tokens count: by how often they repeat, or for texts without loops as text."""
+    """Only said tokens count: by how often they repeat what was said; in warm texts without loops,
+    as text. Prompts may repeat themselves, and be repeated."""
     places = np.arange(texts.tokens.shape[1])[None]
-    said = (places >= texts.prompt[:, None]) & (places < texts.end[:, None])
-    count = np.where(said, sample.occurrences(texts.tokens), 0)
+    prompt = places < texts.prompt[:, None]
+    said = ~prompt & (places < texts.end[:, None])
+    apart = np.where(prompt, 2**16 + places, texts.tokens)  # in a prompt, no two n-grams are equal
+    count = np.where(said, sample.occurrences(apart), 0)
     penalty = np.where(count >= 2, 1.0, np.where(count == 1, again, 0.0))
     sound = ~texts.greedy & (count < sample.TIMES - 1).all(axis=1)
     return Said(
@@ -102,7 +107,7 @@ def renew(pool: Said | None, new: Said, kept: int) -> Said:
     return Said(*(jnp.concatenate([old[size:], a]) for old, a in zip(pool, new, strict=True)))
 
 
-def loss(scale: Scale, recipe: Recipe, params, real, said: Said, key):
+def loss(scale: Scale, recipe: Recipe, params, real, said: tuple[Said, ...], key):
     """`params`: masters of the target and of the drafter, the latter None without joint loss."""
     masters, drafter = params
     config, attention = scale.trained, recipe.attention
@@ -111,14 +116,14 @@ def loss(scale: Scale, recipe: Recipe, params, real, said: Said, key):
     taps = () if drafter is None else scale.drafter.target_layer_ids
     nats, _, taps = token_losses(config, weights, real.tokens, attention, counts, taps)
     likely = jnp.where(real.kept, nats, 0).sum() / real.kept.sum()
-    nats, *_ = token_losses(config, weights, said.tokens, attention)
-    penalty, learnt = said.penalty[:, 1:], said.learnt[:, 1:]
-    unlikely = -jnp.log1p(-jnp.minimum(jnp.exp(-nats), 0.9999)) * penalty
-    metrics = {
-        "likely": likely,
-        "unlikely": unlikely.sum() / penalty.size,
-        "own": (nats * learnt).sum() / jnp.maximum(learnt.sum(), 1),
-    }
+    metrics = {"likely": likely, "unlikely": 0.0, "own": 0.0}
+    for group, texts in zip(recipe.groups, said, strict=True):
+        nats, *_ = token_losses(config, weights, texts.tokens, attention)
+        penalty, learnt = texts.penalty[:, 1:], texts.learnt[:, 1:]
+        unlikely = -jnp.log1p(-jnp.minimum(jnp.exp(-nats), 0.9999)) * penalty
+        size = len(penalty) * (group.length - group.low)
+        metrics["unlikely"] += unlikely.sum() / size
+        metrics["own"] += (nats * learnt).sum() / jnp.maximum(learnt.sum(), 1) / len(said)
     total = likely + recipe.strength * metrics["unlikely"] + recipe.distil * metrics["own"]
     if drafter is not None:
         metrics["block"], metrics["accept"] = joint.loss(
@@ -129,17 +134,21 @@ def loss(scale: Scale, recipe: Recipe, params, real, said: Said, key):
     return total, (metrics, jnp.stack(counts))
 
 
-def train_step(scale: Scale, recipe: Recipe, streams: Streams, pool: Said, state):
+def train_step(scale: Scale, recipe: Recipe, streams: Streams, pools: tuple[Said, ...], state):
     step, total, optimizer = state["step"], recipe.rounds * recipe.steps, recipe.optimizer
     where, which, blocks = jax.random.split(
         jax.random.fold_in(jax.random.key(recipe.seed), step), 3
     )
     real = windows(where, streams, *recipe.real, recipe.code_share, recipe.loop_share)
-    rows = jax.random.randint(which, (recipe.said,), 0, pool.tokens.shape[0])
-    said = Said(pool.tokens[rows].astype(jnp.int32), pool.penalty[rows], pool.learnt[rows])
+    said = []
+    for index, (count, pool) in enumerate(zip(recipe.said, pools, strict=True)):
+        draw = jax.random.fold_in(which, index)
+        rows = jax.random.randint(draw, (count,), 0, pool.tokens.shape[0])
+        tokens, *weights = (field[rows] for field in pool)
+        said.append(Said(tokens.astype(jnp.int32), *weights))
     grad = jax.value_and_grad(partial(loss, scale, recipe), has_aux=True)
     both = state["params"], state.get("drafter")
-    (_, (metrics, load)), (grads, drafter_grads) = grad(both, real, said, blocks)
+    (_, (metrics, load)), (grads, drafter_grads) = grad(both, real, tuple(said), blocks)
     params, moments, norm = optimizer.update(state["params"], grads, state["moments"], step, total)
     params = balance(scale.trained, params, load, 1e-4)
     out = {"params": params, "moments": moments, "step": step + 1}
@@ -150,8 +159,8 @@ def train_step(scale: Scale, recipe: Recipe, streams: Streams, pool: Said, state
 
 @lru_cache
 def chunk_step(scale: Scale, recipe: Recipe):
-    def steps(state, streams, pool: Said):
-        body = partial(train_step, scale, recipe, streams, pool)
+    def steps(state, streams, pools: tuple[Said, ...]):
+        body = partial(train_step, scale, recipe, streams, pools)
         return lax.scan(lambda s, _: body(s), state, None, length=recipe.chunk)
 
     return jax.jit(steps, donate_argnums=0)
@@ -170,10 +179,10 @@ def initial(scale: Scale, recipe: Recipe, params: Flat, drafter: Flat | None):
     return state
 
 
-def empty(group: sample.Group, kept: int) -> Said:
-    shape = (kept * group.batch, group.length)
+def empty(recipe: Recipe) -> tuple[Said, ...]:
     types = (jnp.uint16, jnp.float32, jnp.float32)
-    return Said(*(jnp.zeros(shape, t) for t in types))
+    shapes = ((recipe.kept * group.batch, group.length) for group in recipe.groups)
+    return tuple(Said(*(jnp.zeros(shape, t) for t in types)) for shape in shapes)
 
 
 def polish(
@@ -186,14 +195,14 @@ def polish(
     """
     config, log = scale.trained, store.Log(workdir / "polish_log.jsonl")
     checkpoints = store.Checkpoints(workdir / "polish")
-    state, pool = initial(scale, recipe, params, drafter), None
-    found = checkpoints.restore({"state": state, "pool": empty(recipe.group, recipe.kept)})
+    state, pools = initial(scale, recipe, params, drafter), None
+    found = checkpoints.restore({"state": state, "pools": empty(recipe)})
     if found is not None:
-        state, pool = found["state"], found["pool"]
+        state, pools = found["state"], found["pools"]
         log.write(resumed=int(state["step"]))
 
     def save():
-        checkpoints.save(int(state["step"]), {"state": state, "pool": pool})
+        checkpoints.save(int(state["step"]), {"state": state, "pools": pools})
         store.export(workdir, store.TARGET, store.published(state["params"]))
         if "drafter" in state:
             joint.export(workdir, state["drafter"])
@@ -204,14 +213,24 @@ def polish(
         index = int(state["step"]) // recipe.steps
         done = index == recipe.rounds
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), index)
-        texts = say(config, recipe, working(recipe)(state["params"]), streams, key)
+        weights, texts = working(recipe)(state["params"]), []
+        for number, group in enumerate(recipe.groups):
+            own = jax.random.fold_in(key, number)
+            texts.append(say(config, recipe, group, weights, streams, own))
+        del weights
         log.write(round=index, seconds=pace.now(), looping={
-            f"{t}, {new}": sample.looping(texts, t, new) for t in (0.0, WARM) for new in (64, 128)
+            f"{group.name} {t}, {new}": sample.looping(part, t, new)
+            for group, part in zip(recipe.groups, texts, strict=True)
+            for t in (0.0, WARM) for new in (64, 128)
         })  # fmt: skip
         if not done:
-            pool = renew(pool, weigh(texts, recipe.again), recipe.kept)
+            fresh = [weigh(part, recipe.again) for part in texts]
+            old = pools or (None,) * len(fresh)
+            pools = tuple(
+                renew(pool, new, recipe.kept) for pool, new in zip(old, fresh, strict=True)
+            )
             for _ in range(recipe.steps // recipe.chunk):
-                state, metrics = chunk_step(scale, recipe)(state, streams, pool)
+                state, metrics = chunk_step(scale, recipe)(state, streams, pools)
                 means = {name: np.asarray(value).mean() for name, value in metrics.items()}
                 log.write(repeated=True, step=int(state["step"]), **means)
         stopped = not done and pace.must_stop(pace.now() - begun + 15)

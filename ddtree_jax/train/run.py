@@ -105,8 +105,11 @@ class Setup:
             joint_anchors=4,
         )  # fmt: skip
         self.polish = replace(
-            self.polish, real=(2, 256), said=4, steps=4, chunk=2, joint_anchors=4,
-            group=replace(polish.GROUP, batch=8, low=8, high=16, length=161, segment=161),
+            self.polish, real=(2, 256), said=(4, 2), steps=4, chunk=2, joint_anchors=4,
+            groups=(
+                replace(polish.SHORT, batch=8, low=8, high=16, length=161, segment=161),
+                replace(polish.LONG, batch=4, low=64, high=64, length=193, segment=193),
+            ),
         )  # fmt: skip
         self.drafter = replace(self.drafter, rows=256, anchors=4, chunk=2, held=4, least=4)
         self.groups = [
