@@ -113,13 +113,23 @@ def _load(options) -> Model:
     distributed = options.distributed or any(w is not None for w in where)
     if distributed:
         require(options.devices is not None, "devices", None, "given: those of all processes")
+        _keep_output_apart()
         processes.start(*where)
     mesh = None
     if options.devices is not None:
         mesh = make_mesh(options.devices, options.processes or 1)
     if distributed and jax.process_index() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (to the end: process 0 speaks for all)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # process 0 speaks for all
     return load(options.model, mesh=mesh, plan=options.plan, dtype=options.dtype)
+
+
+def _keep_output_apart() -> None:
+    """Libraries that join processes write lines of their own to descriptor 1: from now on these go
+    where errors go, and only Python's output to the real one."""
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(output, "w")  # to the end of the process
 
 
 def _generate(options) -> int:

@@ -5,13 +5,17 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 import ddtree_jax as dd
+from ddtree_jax import sharding
 from ddtree_jax import step as steps
 from ddtree_jax.cache import Cache
 from ddtree_jax.config import PAGE_SIZE
 from ddtree_jax.generate import Method
 from ddtree_jax.generate import decode as run
+from ddtree_jax.parallel import AXIS
 
 FOREVER = 2**31 - 1
 NEW = 24  # generated tokens of a case
@@ -28,10 +32,11 @@ class KnowingDrafter:
 
     truth: jax.Array
     config: dd.DFlashConfig
+    heads: int  # key heads of this device's cache
 
     def context(self, taps, positions):
         c = self.config
-        shape = (c.num_hidden_layers, *positions.shape, c.num_key_value_heads, c.head_dim)
+        shape = (c.num_hidden_layers, *positions.shape, self.heads, c.head_dim)
         return jnp.zeros(shape, taps.dtype), jnp.zeros(shape, taps.dtype)
 
 
@@ -45,19 +50,36 @@ def knowing_draft(target, drafter, state, block_size):
         return jax.random.normal(jax.random.fold_in(jax.random.key(5), position), (vocab,))
 
     logits = jax.vmap(jax.vmap(noise))(place) + 2.0 * jax.nn.one_hot(truth, vocab)
-    return logits.astype(target.lm_head.weight[...].dtype)
+    columns, dtype = target.lm_head.weight.shape[0], target.lm_head.weight[...].dtype
+    if target.plan.splits("vocab"):  # this device's part of the vocabulary
+        logits = jnp.pad(logits, ((0, 0), (0, 0), (0, columns * target.plan.size - vocab)))
+        first = lax.axis_index(AXIS) * columns
+        logits = lax.dynamic_slice_in_dim(logits, first, columns, axis=2)
+    return logits.astype(dtype)
 
 
 def use_knowing_drafter(monkeypatch, model, prompts, completions):
     """The model with a drafter that knows `completions`, its forward pass patched."""
+    config, plan = model.drafter_config, model.weights.plan
     longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-    truth = np.zeros((len(prompts), longest + 2 * NEW + 16), np.int32)
-    for row, p, c in zip(truth, prompts, completions, strict=True):
+    requests = sharding.padded_requests(plan, len(prompts))
+    truth = np.zeros((requests, longest + 2 * NEW + 16), np.int32)
+    for row, p, c in zip(truth, prompts, completions, strict=False):
         row[: len(p) + len(c)] = [*p, *c]
+    split = plan.size if plan.splits("heads") else 1
+    heads = sharding.padded_heads(plan, config) // split
     monkeypatch.setattr(steps, "draft", knowing_draft)
     monkeypatch.setattr(
-        dd.Weights, "drafter_module", lambda w: KnowingDrafter(w.drafter[0], w.drafter_config)
+        dd.Weights, "drafter_module", lambda w: KnowingDrafter(w.drafter[0], config, heads)
     )
+    specs, by_request = sharding.leaf_specs, PartitionSpec(AXIS)
+
+    def leaf_specs(plan, of, dtype):
+        if of is not config:
+            return specs(plan, of, dtype)
+        return (by_request if plan.splits("requests") else PartitionSpec(),)
+
+    monkeypatch.setattr(sharding, "leaf_specs", leaf_specs)
     return replace(model, weights=replace(model.weights, drafter=(jnp.asarray(truth),)))
 
 

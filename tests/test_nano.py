@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import ddtree_jax as dd
 from benchmarks.prompts import MIXES, load
@@ -55,13 +56,15 @@ def gap_at_difference(model, prompt, plain, other, sampling) -> float | None:
     return float(best[1] - best[0])
 
 
-def compare(model, texts, temperature, new, settings):
-    """Tokens compared and how many completions part at a near-tie; any other difference fails."""
+def compare(model, texts, temperature, new, settings, placed=None):
+    """Tokens compared and how many completions part at a near-tie; any other difference fails.
+
+    `placed`: the model on many devices, which then decodes by `settings`."""
     samplings = [dd.Sampling(temperature, seed=seed) for seed in range(len(texts))]
     plain = dd.generate(model, texts, "autoregressive", sampling=samplings, max_new_tokens=new)
     compared = ties = 0
     for method, speculation in settings:
-        drafted = dd.generate(model, texts, method, speculation, samplings, new)
+        drafted = dd.generate(placed or model, texts, method, speculation, samplings, new)
         for text, sampling, a, b in zip(texts, samplings, plain, drafted, strict=True):
             gap = gap_at_difference(model, text, a.tokens, b.tokens, sampling)
             assert gap is None or gap < GAP, (method, speculation, text[:60], gap)
@@ -94,6 +97,20 @@ def test_a_request_alone_or_in_a_batch(model):
         alone = dd.generate(model, text, max_new_tokens=64)[0]
         gap = gap_at_difference(model, text, alone.tokens, done.tokens, dd.Sampling())
         assert gap is None or gap < GAP
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan,count", [("expert", 8), ("tensor", 4), ("data", 2)])
+def test_many_devices_agree(model, plan, count):
+    """With one device, whose sums have another order."""
+    mesh = Mesh(np.array(jax.devices()[:count]), ("devices",))
+    placed = dd.load("kimi-nano", dtype="float32", mesh=mesh, plan=plan)
+    texts = load("code_short", 3) + load("prose_short", 2)
+    settings = [("autoregressive", dd.Speculation()), *SETTINGS[:2]]
+    for temperature in (0.0, 1.0):
+        compared, ties = compare(model, texts, temperature, 64, settings, placed)
+        assert compared >= 300 and ties <= 1
 
 
 @pytest.mark.slow

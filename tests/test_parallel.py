@@ -3,13 +3,15 @@
 Two key heads of the drafter, and the vocabulary of 12, do not divide by most of the device counts.
 """
 
+import functools
+import itertools
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from lossless import FOREVER, NEW, TREE, decode, prompts_of, tokens
+from lossless import FOREVER, NEW, TREE, decode, prompts_of, tokens, use_knowing_drafter
 from tiny import tiny_model
 
 import ddtree_jax as dd
@@ -18,8 +20,17 @@ from ddtree_jax.generate import Method
 from ddtree_jax.generate import decode as run
 from ddtree_jax.sharding import check_plan, make_plan, place_weights
 
-PROMPTS = prompts_of((5, 64, 1))
-SAMPLINGS = [dd.Sampling(), dd.Sampling(1.0, seed=7), dd.Sampling(0.8, top_p=0.9, seed=3)]
+COUNTS = (1, 2, 4, 8)
+PLANS = ("expert", "tensor", "data")
+METHODS = ("autoregressive", "dflash", "ddtree")
+REQUESTS = range(1, 10)
+PROMPTS = prompts_of((5, 64, 1, 2, 63, 33, 3, 48, 17))  # ragged; prefill is compiled once
+GREEDY = [dd.Sampling()] * 9
+SAMPLED = [
+    dd.Sampling(*law, seed=i)
+    for i, law in enumerate([(1.0,), (0.7,), (0.8, 0, 0.9), (1.0, 3), (1.0, 0, 1.0, 0.1)] * 2)
+]
+MIXED = [dd.Sampling(), *SAMPLED[:8]]
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +39,15 @@ def float64():
         yield
 
 
+@functools.cache
 def wide_model(**changes):
     changes = dict(num_attention_heads=8, n_routed_experts=16, num_experts_per_tok=3) | changes
     return tiny_model("float64", **changes)
+
+
+@functools.cache
+def placed(plan, count):
+    return on_devices(wide_model(), plan, count)
 
 
 def on_devices(model, plan, count):
@@ -38,54 +55,83 @@ def on_devices(model, plan, count):
     return replace(model, weights=place_weights(model.weights, make_plan(plan, mesh)))
 
 
-def check(plan, count, method, model=None, **how):
-    model = wide_model() if model is None else model
-    plain = tokens(decode(model, PROMPTS, "autoregressive", sampling=SAMPLINGS))
-    state = decode(on_devices(model, plan, count), PROMPTS, method, sampling=SAMPLINGS, **how)
-    assert tokens(state)[: len(PROMPTS)] == plain
+@functools.cache
+def plainly(law, requests=9):
+    """What one device says with plain decoding; a request says the same in any batch."""
+    laws = {"greedy": GREEDY, "sampled": SAMPLED, "mixed": MIXED}[law][:requests]
+    return tokens(decode(wide_model(), PROMPTS[:requests], "autoregressive", sampling=laws))
+
+
+def compare(monkeypatch, plan, count, method, requests):
+    """Both laws, through one program, with a drafter that often knows what comes."""
+    prompts = PROMPTS[:requests]
+    for law, samplings in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        plain = plainly(law)[:requests]
+        with monkeypatch.context() as patch:
+            model = placed(plan, count)
+            if method != "autoregressive":
+                model = use_knowing_drafter(patch, model, prompts, plain)
+            state = decode(model, prompts, method, sampling=samplings[:requests])
+        assert tokens(state)[:requests] == plain, law
+        assert method == "autoregressive" or int((state.hits(8).sum(axis=0) > 0).sum()) >= 2
+
+
+# Every (devices, requests) pair; plans and methods dealt out so that any two values meet.
+PAIRS = [
+    (PLANS[(i + j // 3) % 3], count, METHODS[(i + j) % 3], requests)
+    for i, count in enumerate(COUNTS)
+    for j, requests in enumerate(REQUESTS)
+]
+
+
+def test_the_cases_cover_all_pairs():
+    columns = (PLANS, COUNTS, METHODS, REQUESTS)
+    for a, b in itertools.combinations(range(4), 2):
+        met = {(case[a], case[b]) for case in PAIRS}
+        assert met == set(itertools.product(columns[a], columns[b])), (a, b)
+
+
+@pytest.mark.parametrize("plan,count,method,requests", PAIRS)
+def test_pairwise(monkeypatch, plan, count, method, requests):
+    compare(monkeypatch, plan, count, method, requests)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("method", METHODS)
+def test_full_product(monkeypatch, plan, count, method):
+    for requests in REQUESTS:
+        compare(monkeypatch, plan, count, method, requests)
+
+
+def check(plan, count, method, model, **how):
+    prompts, laws = PROMPTS[:3], MIXED[:3]
+    plain = tokens(decode(model, prompts, "autoregressive", sampling=laws))
+    state = decode(on_devices(model, plan, count), prompts, method, sampling=laws, **how)
+    assert tokens(state)[:3] == plain
     return state
-
-
-@pytest.mark.parametrize(
-    "plan,count,method",
-    [
-        ("expert", 2, "autoregressive"),
-        ("expert", 4, "dflash"),
-        ("expert", 8, "ddtree"),
-        ("tensor", 2, "ddtree"),
-        ("tensor", 4, "autoregressive"),
-        ("tensor", 8, "dflash"),
-        ("data", 2, "dflash"),
-        ("data", 4, "ddtree"),
-        ("data", 8, "autoregressive"),
-    ],
-)
-def test_same_tokens(plan, count, method):
-    state = check(plan, count, method, speculation=TREE)
-    if method != "autoregressive":
-        assert int(state.hits(1).sum()) > 0
 
 
 @pytest.mark.parametrize("plan,count", [("expert", 4), ("data", 2)])
 @pytest.mark.parametrize("method", ["dflash", "ddtree"])
 def test_rejection_is_the_same(plan, count, method):
     """Its text depends on the drafts, so one device is asked with the same method."""
-    model, speculation = wide_model(), dd.Speculation(acceptance="rejection")
-    how = dict(speculation=speculation, sampling=SAMPLINGS)
-    alone = decode(model, PROMPTS, method, **how)
-    many = decode(on_devices(model, plan, count), PROMPTS, method, **how)
-    assert tokens(many)[: len(PROMPTS)] == tokens(alone)
+    how = dict(speculation=dd.Speculation(acceptance="rejection"), sampling=MIXED[:3])
+    alone = decode(wide_model(), PROMPTS[:3], method, **how)
+    many = decode(placed(plan, count), PROMPTS[:3], method, **how)
+    assert tokens(many)[:3] == tokens(alone)
     assert int(alone.hits(1).sum()) > 0
 
 
 def test_trees_are_the_same():
     """Depths and ranks too: every device builds the tree that one device builds."""
-    model = wide_model()
-    alone = decode(model, PROMPTS, "ddtree", sampling=SAMPLINGS)
+    alone = decode(wide_model(), PROMPTS[:3], "ddtree", sampling=MIXED[:3])
     for plan, count in (("expert", 2), ("tensor", 8), ("data", 4)):
-        many = decode(on_devices(model, plan, count), PROMPTS, "ddtree", sampling=SAMPLINGS)
+        many = decode(placed(plan, count), PROMPTS[:3], "ddtree", sampling=MIXED[:3])
         for name in ("tokens", "depth", "rank", "nodes", "count", "reason"):
-            got = np.asarray(getattr(many, name))[: len(PROMPTS)]
+            got = np.asarray(getattr(many, name))[:3]
             np.testing.assert_array_equal(got, getattr(alone, name), err_msg=name)
 
 
@@ -135,11 +181,9 @@ def test_uneven_routing(plan, favoured):
 @pytest.mark.parametrize("plan", ("expert", "data"))
 def test_a_broken_request_ends_alone(plan):
     """NaN in one request's cache, or in a device's share of the rows, is no other request's."""
-    model = wide_model()
-    plain = tokens(decode(model, PROMPTS, "autoregressive", sampling=SAMPLINGS))
-    many = on_devices(model, plan, 2)
+    plain, many = plainly("mixed"), placed(plan, 2)
     step = Method("ddtree", TREE, many.weights)
-    state = dd.prefill(many, PROMPTS, SAMPLINGS, NEW)
+    state = dd.prefill(many, PROMPTS[:3], MIXED[:3], NEW)
     page = 1 * state.block_tables.shape[1]  # of the second request, the first device's
     latents = state.cache.latents.at[:, page, 3].set(np.nan)
     state = replace(state, cache=replace(state.cache, latents=latents))

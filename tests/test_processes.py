@@ -1,4 +1,4 @@
-"""Two processes of two CPU devices write what one process writes, and end together."""
+"""Processes with CPU devices of their own write what one process writes, and end together."""
 
 import json
 import os
@@ -25,41 +25,43 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def command(folder, *options, new=8):
+def command(folder, *options, temperature=1):
     """One process with the command line."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    words = ["generate", "the thing", "--model", str(folder), "--json", "--temperature", "1"]
-    words += ["--dtype", "float32", "--max-new-tokens", str(new), *options]
+    words = ["generate", "the thing", "--model", str(folder), "--dtype", "float32"]
+    words += ["--temperature", str(temperature), *options]
     return subprocess.Popen(
         [sys.executable, "-m", "ddtree_jax", *words],
         env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
-def pair(folder, *options, second=(), new=8):
-    port = free_port()
-    where = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--devices", "2", *options]
-    each = ([], list(second))
-    return [command(folder, *where, *each[i], "--process", str(i), new=new) for i in (0, 1)]
+def group(folder, count, devices, *options, last=(), **how):
+    """`count` processes, `devices` in all; options of the last one alone may differ."""
+    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
+    where += ["--devices", str(devices), *options]
+    own = [[]] * (count - 1) + [list(last)]
+    return [command(folder, *where, *own[i], "--process", str(i), **how) for i in range(count)]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("plan", ("expert", "data"))
-def test_the_same_tokens(folder, plan):
-    out, _ = command(folder).communicate(timeout=120)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("count,devices,plan", [(2, 2, "expert"), (2, 4, "data"), (4, 4, "data")])
+def test_the_same_tokens(folder, count, devices, plan):
+    short = "--json", "--max-new-tokens", "8"
+    out, _ = command(folder, *short).communicate(timeout=120)
     wanted = json.loads(out)["tokens"]
-    outs = [p.communicate(timeout=120) + (p.returncode,) for p in pair(folder, "--plan", plan)]
-    assert [code for *_, code in outs] == [0, 0], outs
-    said = [[line for line in out.splitlines() if "[Gloo]" not in line] for out, *_ in outs]
-    assert [json.loads(line)["tokens"] for line in said[0]] == [wanted] and not said[1]
+    started = group(folder, count, devices, "--plan", plan, *short)
+    outs = [p.communicate(timeout=300) + (p.returncode,) for p in started]
+    assert [code for *_, code in outs] == [0] * count, outs
+    said = [out for out, *_ in outs]
+    assert json.loads(said[0])["tokens"] == wanted and not any(said[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_processes_that_differ_are_refused(folder):
-    started = pair(folder, second=("--plan", "data"))
-    for process in started:
+    for process in group(folder, 2, 2, "--json", last=("--plan", "data")):
         _, said = process.communicate(timeout=120)
         assert process.returncode == 2 and "the 2 processes differ in plan" in said
 
@@ -67,12 +69,19 @@ def test_processes_that_differ_are_refused(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_process_ends_the_others(folder):
-    first, second = pair(folder, new=200)
-    time.sleep(15)
-    assert first.poll() is None
+    """Killed in the middle of decoding: the first process has begun to write."""
+    words = "--method", "autoregressive", "--max-new-tokens", "900"
+    first, second = group(folder, 2, 2, *words)
+    shown = ""
+    while len(shown) < len("the thing") + 20:
+        assert (piece := first.stdout.read(1)), first.communicate()
+        shown += piece
     second.kill()
+    killed = time.monotonic()
     second.communicate(timeout=10)
+    assert first.poll() is None
     _, said = first.communicate(timeout=60)
+    print(f"ended {time.monotonic() - killed:.1f} s after the other was killed")
     assert first.returncode != 0 and said
 
 
