@@ -1,4 +1,4 @@
-"""Two processes of two CPU devices write what one process writes, and end together."""
+"""Two processes of one CPU device each write what one process writes, and end together."""
 
 import json
 import os
