@@ -165,20 +165,20 @@ def make_notes(args, points: list[dict]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = results_file.parser(__doc__.split("\n")[0], "parallel")
-    add = parser.add_argument
+    add, count = parser.add_argument, results_file.count
     add("--devices", type=int, default=2)
     add("--alone", action=argparse.BooleanOptionalAction, default=True,
         help="also on one device, if the model fits there")  # fmt: skip
     add("--plans", nargs="+", choices=list(SPLIT), default=list(SPLIT))
     add("--methods", nargs="+", choices=("dflash", "ddtree"), default=["dflash", "ddtree"],
         help="besides plain decoding, which is width 1")  # fmt: skip
-    add("--widths", nargs="+", type=int, default=[1, 5, 9, 17, 33],
+    add("--widths", nargs="+", type=count, default=[1, 5, 9, 17, 33],
         help="rows a request of the trees, root counted")  # fmt: skip
-    add("--top-k", type=int, default=4)
-    add("--requests", nargs="+", type=int, default=[1, 8])
+    add("--top-k", type=count, default=4)
+    add("--requests", nargs="+", type=count, default=[1, 8])
     add("--temperature", type=float, default=0.0)
-    add("--new-tokens", type=int, default=64)
-    add("--repeats", type=int, default=5)
+    add("--new-tokens", type=count, default=64)
+    add("--repeats", type=count, default=5)
     args = parser.parse_args(arguments)
     mesh, points = make_mesh(args.devices), []
     for point in run(args, mesh):  # written after every point: a run cut short leaves some

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from lossless import prompts_of
@@ -89,3 +90,19 @@ ENTRY %main.2 (a: f32[9,4]) -> f32[9,4] {
     }
     sent = {c.op: c.sent(2) for c in found}
     assert sent == {"all-reduce": 144, "all-gather": 16, "all-to-all": 48, "reduce-scatter": 32}
+
+
+def test_memory_that_tells_is_believed():
+    """On a GPU: what each device's memory grew by, padding and all."""
+
+    def device(used):
+        return SimpleNamespace(memory_stats=lambda: {"bytes_in_use": used})
+
+    assert parallel.held(tiny_model(), [device(70), device(96)], [6, 0]) == [64, 96]
+
+
+def test_options_that_cannot_be_honoured(capsys):
+    for option in (["--widths", "0"], ["--requests", "-1"], ["--plans", "pipeline"]):
+        with pytest.raises(SystemExit):
+            parallel.main(option)
+    assert "invalid count value: '0'" in capsys.readouterr().err
