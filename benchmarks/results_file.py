@@ -75,3 +75,10 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
     made.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
     return made
+
+
+def count(text: str) -> int:
+    """An option type: an integer, 1 or greater."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)

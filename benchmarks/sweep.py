@@ -203,12 +203,6 @@ def _list(kind, allowed=None):
     return parse
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
-
-
 def _setting(text: str) -> tuple[int, int]:
     budget, top_k = text.split("x")
     return int(budget), int(top_k)
@@ -217,7 +211,7 @@ def _setting(text: str) -> tuple[int, int]:
 def _parser():
     parser = results_file.parser(__doc__.split("\n")[0], "sweep")
     add = parser.add_argument
-    add("--concurrency", type=_list(_count), default=list(CONCURRENCY), metavar="1,2,4")
+    add("--concurrency", type=_list(results_file.count), default=list(CONCURRENCY), metavar="1,2,4")
     methods = list(reversed(METHODS))
     add("--methods", type=_list(str, METHODS), default=methods, metavar=",".join(methods))
     add("--settings", type=_list(_setting), default=list(SETTINGS), metavar="8x4,16x8",
@@ -226,11 +220,14 @@ def _parser():
         metavar="code,prose")  # fmt: skip
     add("--context", type=_list(str, ("short", "long")), default=["short"], metavar="short,long")
     add("--temperature", type=_list(float), default=[0.0], metavar="0,1")
-    add("--new-tokens", type=_count, default=128)
+    add("--new-tokens", type=results_file.count, default=128)
     add(
-        "--prompts", type=_count, default=16, help="of a point, at least: small batches run in turn"
+        "--prompts",
+        type=results_file.count,
+        default=16,
+        help="of a point, at least: small batches run in turn",
     )
-    add("--repeats", type=_count, default=3)
+    add("--repeats", type=results_file.count, default=3)
     add("--budget-seconds", type=float, help="start nothing that would take longer than this")
     add("--append", action="store_true", help="keep the other points of the output file")
     add("--plot", action="store_true")

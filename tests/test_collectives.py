@@ -10,7 +10,7 @@ from published import DRAFTERS, K25
 from tiny import DRAFTER, TARGET
 
 import ddtree_jax as dd
-from benchmarks.parallel import collectives, lowered_decode, table
+from benchmarks.collectives import collectives, lowered_decode, table
 from ddtree_jax.generate import Method
 from ddtree_jax.parallel import AXIS
 from ddtree_jax.read_config import read_drafter_config, read_target_config
@@ -34,7 +34,7 @@ def test_collectives_of_a_layer(plan):
     deeper = replace(SMALL, num_hidden_layers=4)
     few = found_in(plan, SMALL, DRAFTER, "ddtree", True)
     more = found_in(plan, deeper, replace(DRAFTER, num_target_layers=4), "ddtree", True)
-    assert len(more) - len(few) <= 2
+    assert len(more) - len(few) <= 2 * (4 - SMALL.num_hidden_layers)
     layouts = leaf_layouts(make_plan(plan, AbstractMesh((8,), (AXIS,))), SMALL, "float32")
     weights = {leaf.shape for _, leaf in layouts.values() if len(leaf.shape) > 1}
     assert not {shape for c in few for _, shape in c.arrays} & weights
