@@ -120,6 +120,8 @@ def _load(options) -> Model:
         mesh = make_mesh(options.devices, options.processes or 1)
     if distributed and jax.process_index() > 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # process 0 speaks for all
+    own = {"process", "run", "model"}  # a copy may lie elsewhere
+    processes.check_agreement(**{k: v for k, v in vars(options).items() if k not in own})
     return load(options.model, mesh=mesh, plan=options.plan, dtype=options.dtype)
 
 

@@ -73,7 +73,12 @@ def load(
         )
     # The kernel that reads records takes bf16 rows; elsewhere experts stay as published.
     records = dtype == "bfloat16" and jax.default_backend() == "gpu"
-    placed = None if mesh is None else lambda config: placed_leaves(plan, config, dtype)
+
+    def place(config):  # before a weight of it is read
+        check_agreement(config=config, plan=plan.name, dtype=dtype)
+        return placed_leaves(plan, config, dtype)
+
+    placed = None if mesh is None else place
     config, target = load_target(folder, dtype, records, placed)
     drafter_config, leaves = None, None
     if drafter is not None or os.path.lexists(folder / "dflash"):
@@ -85,7 +90,5 @@ def load(
             f"{folder / RANKS}: ranks and special tokens are {tokenizer.vocab_size}, must be "
             f"vocab_size={config.vocab_size}"
         )
-    if mesh is not None:
-        check_agreement(config=config, drafter=drafter_config, plan=plan.name, dtype=dtype)
     weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)), plan)
     return Model(weights, tokenizer, folder.resolve().name)

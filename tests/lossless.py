@@ -1,6 +1,7 @@
 """How losslessness is tested: a drafter that knows the answer, poison, and the comparison."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,7 @@ def use_knowing_drafter(monkeypatch, model, prompts, completions):
     return replace(model, weights=replace(model.weights, drafter=(jnp.asarray(truth),)))
 
 
+@partial(jax.jit, static_argnames="groups")
 def poison(state, groups=1):
     """NaN in every cache slot that holds no committed token, spare pages included.
 
