@@ -38,6 +38,7 @@ def tiny_script(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_script(tiny_script):
     result = tiny_script("--plans", "expert", "--widths", "1", "--methods", "ddtree",
                          "--requests", "1")  # fmt: skip

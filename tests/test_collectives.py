@@ -50,6 +50,7 @@ def test_one_device_says_nothing():
     assert not collectives(program.as_text()) and "shard" not in program.as_text()
 
 
+@pytest.mark.slow
 def test_kimi_k26_on_eight_devices():
     """The whole step lowers: two collectives a layer, over rows and never over weights."""
     target = read_target_config(K25)

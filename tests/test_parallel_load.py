@@ -96,6 +96,7 @@ def test_text_on_eight_devices(plan):
     assert "".join(pieces) == wanted[0].text
 
 
+@pytest.mark.slow
 def test_command_line(capsys):
     def said(*options):
         assert main(["generate", PROMPT, "--max-new-tokens", "12", "--json", *options]) == 0
