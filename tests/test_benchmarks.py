@@ -327,7 +327,7 @@ def test_attention_program_is_attention_only(monkeypatch):
     assert text.count("@mosaic_gpu_v2") == 2 and text.count("call @_run") == 3
 
 
-@pytest.mark.parametrize("stage", ("check", "all"))
+@pytest.mark.parametrize("stage", ("check", pytest.param("all", marks=pytest.mark.slow)))
 def test_attention_benchmark_runs(monkeypatch, tmp_path, stage, capsys):
     """Every stage on tiny points, the reference in the kernels' place."""
 

@@ -162,7 +162,7 @@ def test_options_are_honoured(lines, model):
     assert short["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_dtype(command, monkeypatch, name):
     from ddtree_jax import cli
 

@@ -46,7 +46,7 @@ def test_filters_give_other_text_when_drafted(method, budget):
     assert tokens(back) == plain[::-1]
 
 
-@pytest.mark.parametrize("method", ("dflash", "ddtree"))
+@pytest.mark.parametrize("method", (pytest.param("dflash", marks=pytest.mark.slow), "ddtree"))
 def test_seeds_are_ignored_by_rejection(method):
     """Coins drawn anew for each call, or for the whole batch at once."""
     model, speculation = tiny_model("float64"), dd.Speculation(8, 4, acceptance="rejection")
@@ -116,7 +116,10 @@ def test_a_root_alone_has_no_path_beyond_it():
     assert path.tolist() == [[0, 0, 0, 0]] and length.tolist() == [1] and bonus.tolist() == [2]
 
 
-@pytest.mark.parametrize("method", ("autoregressive", "dflash", "ddtree"))
+@pytest.mark.parametrize(
+    "method",
+    (*(pytest.param(m, marks=pytest.mark.slow) for m in ("autoregressive", "dflash")), "ddtree"),
+)
 def test_crashes_at_the_end_of_the_context(method):
     """Drafts and tree rows reach past the last position a request may have."""
     model = tiny_model("float64", max_position_embeddings=72)
@@ -127,7 +130,7 @@ def test_crashes_at_the_end_of_the_context(method):
     assert len(one.tokens) == 1 and one.finish_reason == "length"
 
 
-@pytest.mark.parametrize("method", ("dflash", "ddtree"))
+@pytest.mark.parametrize("method", (pytest.param("dflash", marks=pytest.mark.slow), "ddtree"))
 def test_a_legitimate_token_is_taken_for_the_mask(method):
     """The target may say the drafter's mask id; it stays in the text."""
     model = tiny_model("float64")

@@ -80,6 +80,7 @@ def test_methods_agree(model):
     assert compare(model, texts, 0.7, 64, SETTINGS[:2])[1] == 0
 
 
+@pytest.mark.slow
 def test_trees_commit_more_than_chains(model):
     texts = load("code_short", 4)
     passes = {"dflash": 0, "ddtree": 0}
@@ -90,6 +91,7 @@ def test_trees_commit_more_than_chains(model):
     assert passes["ddtree"] < passes["dflash"]
 
 
+@pytest.mark.slow
 def test_a_request_alone_or_in_a_batch(model):
     texts = load("code_short", 2)
     together = dd.generate(model, texts, max_new_tokens=64)

@@ -9,7 +9,7 @@ import ddtree_jax as dd
 from benchmarks.traces import record, replay
 
 
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("temperature", (0.0, pytest.param(1.0, marks=pytest.mark.slow)))
 def test_replay_equals_decoding(temperature):
     with jax.enable_x64(True):
         model, prompts = tiny_model("float64"), prompts_of((5, 63, 2))

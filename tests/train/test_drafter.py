@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from ddtree_jax.model.dflash import DFlash
 from ddtree_jax.model.kimi import Kimi
@@ -59,6 +60,7 @@ def test_evaluation_is_split_by_temperature():
     assert all(1 <= v < 8 for v in out.values())
 
 
+@pytest.mark.slow
 def test_real_share_zero_needs_no_streams():
     recipe = replace(drafter.Recipe(), rows=64, anchors=2, chunk=1, real_share=0.0, dtype="float32")
     params = initialise(DFlash, CONFIG, 1)

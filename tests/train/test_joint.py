@@ -105,6 +105,7 @@ def test_anchors_have_context_and_horizon(windows):
     assert not chosen.valid.all()
 
 
+@pytest.mark.slow
 def test_longer_windows_have_more_blocks(params):
     ids = jax.random.randint(jax.random.key(0), (2, 500), 0, 2048)
     windows = sample(jax.random.key(1), Streams(*ids), 1, 96, 0.5, 0.0, 6)
