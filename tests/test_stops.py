@@ -42,6 +42,15 @@ def test_stop_ids_cut_an_accepted_run(method):
     assert all(done.tokens == cut[3].tokens and done.finish_reason == "stop" for done in limit)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_id_at_a_limit_of_one(method):
+    model = tiny_model()
+    (said,) = dd.generate(model, [PROMPT], method, max_new_tokens=1)[0].tokens
+    done = dd.generate(model, [PROMPT], method, TREE, dd.Sampling(stop_ids=[said]), 1)[0]
+    assert done.tokens == [said] and done.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_min_new_tokens_sees_the_path_of_each_node(method):
     """No stop id among the first tokens; every method bars it at the same places."""
