@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import jax  # noqa: E402  (reads the environment)
 
 jax.config.update("jax_num_cpu_devices", 8)
+gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, few of them garbage
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

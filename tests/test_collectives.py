@@ -16,7 +16,7 @@ from ddtree_jax.parallel import AXIS
 from ddtree_jax.read_config import read_drafter_config, read_target_config
 from ddtree_jax.sharding import abstract_weights, leaf_layouts, make_plan, weight_bytes
 
-PLANS = ("expert", pytest.param("tensor", marks=pytest.mark.slow), "data")
+PLANS = ("expert", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tensor", "data")))
 SMALL = replace(TARGET, num_attention_heads=8, n_routed_experts=16)
 
 

@@ -75,9 +75,9 @@ def compare(model, texts, temperature, new, settings, placed=None):
 
 def test_methods_agree(model):
     texts = [load(mix, 2)[1] for mix in ("code_short", "prose_short")]
-    compared, ties = compare(model, texts, 0.0, 64, SETTINGS[:2])
-    assert compared >= 100 and ties == 0
-    assert compare(model, texts, 0.7, 64, SETTINGS[:2])[1] == 0
+    compared, ties = compare(model, texts, 0.0, 64, SETTINGS[1:2])
+    assert compared >= 60 and ties == 0
+    assert compare(model, texts, 0.7, 64, SETTINGS[1:2])[1] == 0
 
 
 @pytest.mark.slow
