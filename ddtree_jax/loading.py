@@ -74,14 +74,16 @@ def load(
     # The kernel that reads records takes bf16 rows; elsewhere experts stay as published.
     records = dtype == "bfloat16" and jax.default_backend() == "gpu"
 
+    drafts = drafter is not None or os.path.lexists(folder / "dflash")
+
     def place(config):  # before a weight of it is read
-        check_agreement(config=config, plan=plan.name, dtype=dtype)
+        check_agreement(config=config, drafter=drafts, plan=plan.name, dtype=dtype)
         return placed_leaves(plan, config, dtype)
 
     placed = None if mesh is None else place
     config, target = load_target(folder, dtype, records, placed)
     drafter_config, leaves = None, None
-    if drafter is not None or os.path.lexists(folder / "dflash"):
+    if drafts:
         where = folder / "dflash" if drafter is None else Path(drafter)
         drafter_config, leaves = load_drafter(where, dtype, config, placed)
     tokenizer = Tokenizer(folder)

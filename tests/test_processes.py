@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -72,6 +73,17 @@ def test_processes_that_differ_are_refused(folder):
         for process in started:
             _, said = process.communicate(timeout=120)
             assert process.returncode == 2 and "the 2 processes differ in plan" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_without_the_drafter_is_found(folder, tmp_path):
+    """Copies may lie elsewhere, but must hold the same."""
+    copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("dflash"))
+    with group(folder, 2, 2, "--json", last=("--model", str(copy))) as started:
+        for process in started:
+            _, said = process.communicate(timeout=120)
+            assert process.returncode == 2 and "the 2 processes differ in drafter" in said
 
 
 @pytest.mark.slow
