@@ -1,6 +1,7 @@
 """How often devices meet in a step, and what each must hold: read off programs and shapes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -70,3 +71,19 @@ def test_kimi_k26_fits(plan, most):
         placed = make_plan(plan, AbstractMesh((8,), (AXIS,)))
         sizes = [weight_bytes(placed, config, "bfloat16") for config in (target, drafter)]
         assert sum(sum(s.values()) for s in sizes) <= most
+
+
+@pytest.mark.parametrize(
+    "plan,count,gigabytes",
+    [("expert", 1, 601.2), ("expert", 8, 77.6), ("tensor", 8, 77.6), ("data", 8, 101.7),
+     ("expert", 16, 40.3), ("tensor", 16, 40.3), ("data", 16, 66.1)],
+)  # fmt: skip
+def test_the_page_says_what_the_shapes_say(plan, count, gigabytes):
+    """docs/distributed.md, "Kimi K2.6 on a device"."""
+    target = read_target_config(K25)
+    drafter = read_drafter_config(next(iter(DRAFTERS.values())))
+    placed = make_plan(plan, AbstractMesh((count,), (AXIS,)))
+    sizes = [weight_bytes(placed, config, "bfloat16") for config in (target, drafter)]
+    assert round(sum(sum(s.values()) for s in sizes) / 1e9, 1) == gigabytes
+    page = (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+    assert f"{gigabytes} GB" in page
