@@ -3,12 +3,15 @@
 import argparse
 import datetime
 import json
+import os
 import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
 import jax
+
+import ddtree_jax
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,8 +51,8 @@ def machine() -> dict:
 
 
 def versions() -> dict:
-    names = ("jax", "jaxlib", "flax", "ddtree-jax", "jax-cuda13-plugin")
-    found = {"python": platform.python_version()}
+    names = ("jax", "jaxlib", "flax", "jax-cuda13-plugin")
+    found = {"python": platform.python_version(), "ddtree-jax": ddtree_jax.__version__}
     for name in names:
         try:
             found[name] = metadata.version(name)
@@ -59,6 +62,9 @@ def versions() -> dict:
 
 
 def commit() -> str | None:
+    """The commit of the working folder, or what DDTREE_JAX_COMMIT says of a copy without one."""
+    if named := os.environ.get("DDTREE_JAX_COMMIT"):
+        return named
     try:
         asked = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True, check=True

@@ -10,6 +10,7 @@ there: accept lengths may come from a CPU, times from a GPU, and each point name
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--prompts", type=int, default=EACH, help="of each mix")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--workers", type=results_file.count, default=1, help="rules at a time")
     parser.add_argument("--rows", type=int, nargs="+", default=[9, 1152], help="filters timed for")
     parser.add_argument("--plot", action="store_true")
     args = parser.parse_args(arguments)
@@ -94,7 +96,7 @@ def accept_lengths(args) -> list[dict]:
     points = []
     for mix in MIXES:
         for law in LAWS:
-            found = acceptance(model, mix, law, args.prompts, args.new_tokens)
+            found = acceptance(model, mix, law, args.prompts, args.new_tokens, args.workers)
             here = {p["name"]: round(p["accept_length"], 3) for p in found}
             print(mix, law, here, flush=True)
             points += [shared | point for point in found]
@@ -113,36 +115,38 @@ def rules(model: Model) -> list[tuple[str, str, Speculation]]:
     return made
 
 
-def acceptance(model: Model, mix: str, law: str, prompts: int, new: int) -> list[dict]:
+def acceptance(
+    model: Model, mix: str, law: str, prompts: int, new: int, workers: int = 1
+) -> list[dict]:
     """One point a rule: all prompts of the mix in one batch, prefilled once."""
     texts = load(mix, prompts)
     samplings = [Sampling(seed=seed, **LAWS[law]) for seed in range(prompts)]
     pool = prefill(model, texts, samplings, new)
-    points = []
-    for rule, method, speculation in rules(model):
+
+    def decoded(rule: str, method: str, speculation: Speculation) -> dict:
         step = Method(method, speculation, model.weights)
         state, _ = decode(model.weights, cut(pool, 0, prompts), step, FOREVER)
         done = [completion(model, state, r, samplings[r], 0, 0.0, step) for r in range(prompts)]
         passes = np.array([c.verify_passes for c in done])
         tokens = np.array([len(c.tokens) - 1 for c in done])
-        points.append(
-            {
-                "name": rule if method == "dflash" else f"{rule} b{speculation.budget}",
-                "mix": mix,
-                "law": law,
-                "rule": rule,
-                "method": method,
-                "budget": step.budget,
-                "top_k": step.speculation.top_k,
-                "prompts": prompts,
-                "passes": int(passes.sum()),
-                "tokens": int(tokens.sum()),
-                "accept_length": float(tokens.sum() / passes.sum()),
-                "accept_by_depth": weighted(done, passes, "accept_by_depth"),
-                "accept_by_rank": weighted(done, tokens - passes, "accept_by_rank"),
-            }
-        )
-    return points
+        return {
+            "name": rule if method == "dflash" else f"{rule} b{speculation.budget}",
+            "mix": mix,
+            "law": law,
+            "rule": rule,
+            "method": method,
+            "budget": step.budget,
+            "top_k": step.speculation.top_k,
+            "prompts": prompts,
+            "passes": int(passes.sum()),
+            "tokens": int(tokens.sum()),
+            "accept_length": float(tokens.sum() / passes.sum()),
+            "accept_by_depth": weighted(done, passes, "accept_by_depth"),
+            "accept_by_rank": weighted(done, tokens - passes, "accept_by_rank"),
+        }
+
+    with ThreadPoolExecutor(workers) as threads:
+        return list(threads.map(decoded, *zip(*rules(model), strict=True)))
 
 
 def weighted(done, weights, field: str) -> list[float]:

@@ -73,13 +73,10 @@ SCREENED = [
     Point(1, 8192, 1, 8), Point(32, 8192, 1, 8),
 ]  # fmt: skip
 CONFIGS = [
-    Config(alternate=False, overlap=False),
-    Config(overlap=False),
-    Config(),
     Config(auto_barriers=False),
-    Config(cluster=2, auto_barriers=False),
+    Config(overlap=False, auto_barriers=False),
     Config(alternate=False, overlap=False, auto_barriers=False),
-    Config(auto_barriers=False, least_share=2, merge_together=8),
+    Config(cluster=2, auto_barriers=False),
     Config(auto_barriers=False, least_share=8, merge_together=8),
 ]
 

@@ -1,12 +1,14 @@
 """Exports to the published layout: python -m ddtree_jax.train.publish WORKDIR MODEL_DIR
 
 Writes the target into MODEL_DIR and, if WORKDIR has one, the drafter into MODEL_DIR/dflash. The
-tokenizer's ranks, MODEL_DIR/tiktoken.model, are left alone.
+tokenizer's ranks, MODEL_DIR/tiktoken.model, are left alone. With --back the other way, to train on
+from a published model.
 """
 
 import argparse
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 
 from ddtree_jax import checkpoint
@@ -33,6 +35,20 @@ def publish(workdir: Path, folder: Path, scale: nano.Scale = nano.NANO) -> None:
     checkpoint.save_drafter(folder / DRAFTER, config, fields, leaves)
 
 
+def unpublish(folder: Path, workdir: Path) -> None:
+    """The exports that `publish` would make this published model of."""
+    config, leaves = checkpoint.load_target(folder, jnp.bfloat16)
+    _export(workdir, store.TARGET, config, leaves)
+    if (folder / DRAFTER).is_dir():
+        config, leaves = checkpoint.load_drafter(folder / DRAFTER, jnp.bfloat16, config)
+        _export(workdir, store.DRAFTER, config, leaves)
+
+
+def _export(workdir: Path, stem: str, config, leaves: checkpoint.Leaves) -> None:
+    names = checkpoint.leaves_by_path(config, jnp.bfloat16)
+    store.export(workdir, stem, dict(zip(names, leaves, strict=True)))
+
+
 def _leaves(config, workdir: Path, stem: str) -> checkpoint.Leaves:
     tensors = host(store.read_export(workdir, stem))
     return checkpoint.leaves_from_internal(config, tensors, ml_dtypes.bfloat16)
@@ -48,7 +64,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workdir", type=Path)
     parser.add_argument("folder", type=Path, metavar="model_dir")
+    parser.add_argument("--back", action="store_true", help="make exports of a published model")
     args = parser.parse_args(argv)
+    if args.back:
+        args.workdir.mkdir(parents=True, exist_ok=True)
+        unpublish(args.folder, args.workdir)
+        return 0
     publish(args.workdir, args.folder)
     total = 0
     for path in sorted(p for p in args.folder.rglob("*") if p.is_file()):

@@ -1,6 +1,9 @@
-"""The compilation cache as archives, and back."""
+"""What training leaves on disk: the compilation cache as archives, exports, and back."""
 
-from ddtree_jax.train import store
+from pathlib import Path
+
+import ddtree_jax
+from ddtree_jax.train import publish, store
 
 
 def test_cache_round_trip(tmp_path, monkeypatch):
@@ -18,3 +21,13 @@ def test_cache_round_trip(tmp_path, monkeypatch):
     store.unpack_cache(there, here)
     found = {str(p.relative_to(there)): p.read_bytes() for p in there.rglob("*") if p.is_file()}
     assert found == files
+
+
+def test_published_model_to_exports_and_back(tmp_path):
+    bundled = Path(ddtree_jax.__file__).parent / "models" / "kimi-nano"
+    publish.unpublish(bundled, tmp_path)
+    publish.publish(tmp_path, tmp_path / "again")
+    files = [p.relative_to(bundled) for p in bundled.rglob("*") if p.suffix != ".model"]
+    for name in files:
+        path = tmp_path / "again" / name
+        assert path.is_dir() or path.read_bytes() == (bundled / name).read_bytes(), name
