@@ -73,11 +73,13 @@ SCREENED = [
     Point(1, 8192, 1, 8), Point(32, 8192, 1, 8),
 ]  # fmt: skip
 CONFIGS = [
-    Config(auto_barriers=False),
-    Config(overlap=False, auto_barriers=False),
-    Config(alternate=False, overlap=False, auto_barriers=False),
-    Config(cluster=2, auto_barriers=False),
-    Config(auto_barriers=False, least_share=8, merge_together=8),
+    Config(),
+    Config(auto_barriers=True),
+    Config(alternate=True),
+    Config(alternate=True, overlap=True),
+    Config(cluster=2),
+    Config(least_share=2, merge_together=8),
+    Config(least_share=8, merge_together=8),
 ]
 
 
@@ -102,12 +104,13 @@ def inputs(point: Point, seed: int = 0) -> tuple:
     r, n = point.requests, point.width
     pages = point.context // PAGE
     layers = max(2, -(-4 * L2 // (r * point.context * 2 * D)))
+    calls = calls_of(point, layers)
     rng = np.random.default_rng([seed, r, n, point.context])
     keys = jax.random.split(jax.random.key(seed), 3)
     draw = jax.jit(partial(jax.random.normal, dtype=jnp.bfloat16), static_argnums=1)
     return (
         draw(keys[0], (r * n, point.heads, D)),
-        draw(keys[1], (layers, r * n, D)),  # else the calls would share one gather
+        draw(keys[1], (calls, r * n, D)),  # no two calls alike: XLA would make them one
         draw(keys[2], (layers, r * pages, PAGE, D)),
         jnp.asarray(rng.permutation(r * pages).reshape(r, pages), jnp.int32),
         jnp.full(r, point.context, jnp.int32),
@@ -124,17 +127,20 @@ def plan_of(point: Point, config: Config, arguments: tuple):
     return jax.jit(make)(lengths, row_start, words)
 
 
-def program(point: Point, config: Config, masked: bool, calls: int) -> Callable:
-    """`calls` attentions over the layers of the pool in turn; all outputs are kept."""
+def calls_of(point: Point, layers: int) -> int:
+    """Attentions of a program: every layer at least once."""
+    return max(CALLS, layers) if point.limit_us < 200 else max(4, layers)
+
+
+def program(point: Point, config: Config, masked: bool) -> Callable:
+    """An attention with each of `latents`, over the layers of the pool in turn; all are kept."""
 
     def run(plan, queries, latents, pool, *rest):
-        in_turn = itertools.islice(itertools.cycle(range(pool.shape[0])), calls)
         keywords = dict(max_rows=point.width, config=config, plan=plan, masked=masked)
+        keywords |= dict(scale=SCALE, value_size=VALUE)
         return [
-            tree_attention(
-                queries, latents[i], pool, i, *rest, scale=SCALE, value_size=VALUE, **keywords
-            )[0]
-            for i in in_turn
+            tree_attention(queries, own, pool, i % pool.shape[0], *rest, **keywords)[0]
+            for i, own in enumerate(latents)
         ]
 
     return jax.jit(run)
@@ -167,12 +173,9 @@ class Timed:
 
 
 def prepare(point: Point, config: Config, arguments: tuple, masked: bool = True) -> Timed:
-    layers = arguments[2].shape[0]
-    calls = max(CALLS, layers) if point.limit_us < 200 else 4
     plan = plan_of(point, config, arguments)
-    run = program(point, config, masked, calls)
-    compiled = run.lower(plan, *arguments).compile()
-    return Timed(point, config, compiled, (plan, *arguments), calls)
+    compiled = program(point, config, masked).lower(plan, *arguments).compile()
+    return Timed(point, config, compiled, (plan, *arguments), calls=len(arguments[1]))
 
 
 def in_turn(programs: Sequence[Timed], samples: int) -> list[list[float]]:
@@ -206,6 +209,8 @@ def max_rel_error(timed: Timed) -> float:
 
 def as_point(timed: Timed, samples: list[float], error: float) -> dict:
     us = statistics.median(samples)
+    if us < 0.95 * timed.point.limit_us:
+        raise RuntimeError(f"{timed.point}: {us} us is below the limit, so work was left out")
     return dataclasses.asdict(timed.point) | {
         "us": us,
         "max_rel_error": error,

@@ -321,12 +321,21 @@ def test_attention_summary_has_the_named_figures():
 def test_attention_program_is_attention_only(monkeypatch):
     """Two Mosaic calls a layer, one traced body, the plan outside."""
     monkeypatch.setattr(tree_attention, "L2", 1 << 16)
+    monkeypatch.setattr(tree_attention, "CALLS", 3)
     point, config = tree_attention.Point(2, 128, 9, 8), tree_attention.Config()
     made = tree_attention.inputs(point)
     plan = tree_attention.plan_of(point, config, made)
-    run = tree_attention.program(point, config, True, 3)
+    run = tree_attention.program(point, config, True)
     text = run.trace(plan, *made).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2 and text.count("call @_run") == 3
+
+
+def test_attention_below_the_limit_is_an_error():
+    """XLA makes one of two calls that are alike: such a figure must not come out."""
+    point = tree_attention.Point(1, 8192, 9)
+    timed = tree_attention.Timed(point, tree_attention.Config(), None, (), 1)
+    with pytest.raises(RuntimeError, match="below the limit"):
+        tree_attention.as_point(timed, [point.limit_us / 2], 0.0)
 
 
 @pytest.mark.parametrize("stage", ("check", pytest.param("all", marks=pytest.mark.slow)))

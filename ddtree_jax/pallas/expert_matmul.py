@@ -6,6 +6,8 @@ model can afford, `expert_mlp_dense`. All three take a shard of the experts: wei
 first .. first + count - 1, ids of all experts; a pair whose expert is elsewhere adds nothing.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -92,10 +94,16 @@ def expert_mlp_kernel(
     packed = isinstance(gate, Records)
     config = choose_config(m * k, experts, packed) if config is None else config
     config.check_shared(packed)
+    layer, first = jnp.asarray(layer, jnp.int32), jnp.asarray(first, jnp.int32)
+    return _run(config, interpret, x, gate, up, down, layer, ids, weights, first)
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # traced, lowered and compiled once for all layers
+def _run(config, interpret, x, gate, up, down, layer, ids, weights, first):
+    experts, (m, k) = stack_shape(gate)[1], ids.shape
     local, inert = shard_ids(ids, first, experts)
     if config.tiles == (8,) and m * k <= MAX_PAIRS:
-        shard = (jnp.asarray(first, jnp.int32).reshape(1), experts)
-        work, rows = sort_rows(x, ids, weights, *shard, config.ctas, interpret)
+        work, rows = sort_rows(x, ids, weights, first.reshape(1), experts, config.ctas, interpret)
     else:
         work = work_list(local, weights, experts, config.tiles[-1])
         rows = sorted_rows(x, work, config)
