@@ -74,12 +74,11 @@ SCREENED = [
 ]  # fmt: skip
 CONFIGS = [
     Config(),
-    Config(auto_barriers=True),
-    Config(alternate=True),
-    Config(alternate=True, overlap=True),
+    Config(lag=True),
     Config(cluster=2),
-    Config(least_share=2, merge_together=8),
-    Config(least_share=8, merge_together=8),
+    Config(lag=True, cluster=2),
+    Config(lag=True, least_share=2, merge_together=8),
+    Config(lag=True, least_share=8, merge_together=8),
 ]
 
 

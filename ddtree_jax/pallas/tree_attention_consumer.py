@@ -1,4 +1,4 @@
-"""The consumers of the attend kernel, two warpgroups that lead and follow each other."""
+"""The consumers of the attend kernel: warpgroup 0 leads every block, warpgroup 1 follows."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -27,10 +27,13 @@ def consume(tile: Tile, wg: int) -> None:
     def weights(slot):
         if s.separate_weights:
             return refs.p_s.at[slot]
-        return refs.kv_s.at[slot, :, pl.ds(s.value, TILE)]
+        return refs.kv_s[1].at[slot, :, pl.ds(s.columns(1)[1], TILE)]
 
-    def stat(i, kind):
-        return plgpu.load(refs.stats_s.at[i, kind], layout=ROW, optimized=False)
+    def values(slot):
+        return refs.kv_s[wg].at[slot, :, pl.ds(0, columns)]
+
+    def stat(i):
+        return plgpu.load(refs.stats_s.at[i], layout=ROW, optimized=False)
 
     def scores(seg, t, j, slot):
         """Products of queries and latents, -inf where the mask forbids."""
@@ -39,7 +42,10 @@ def consume(tile: Tile, wg: int) -> None:
         nought = lax.shift_right_logical(t + j, jnp.int32(30))
 
         def product(acc):
-            plgpu.wgmma(acc, q_s.at[nought], refs.kv_s.at[slot].transpose((1, 0)))
+            for part in range(2):
+                plgpu.barrier_wait(refs.kv_full.at[part, slot])
+                here = q_s.at[nought, :, pl.ds(*s.part(part))]
+                plgpu.wgmma(acc, here, refs.kv_s[part].at[slot].transpose((1, 0)))
             return acc[...]
 
         x = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
@@ -70,15 +76,12 @@ def consume(tile: Tile, wg: int) -> None:
         alpha = jnp.exp2(top - highest)
         return p, alpha, highest, total * alpha + p.sum(axis=1)
 
-    def publish(slot, p, alpha, top):
-        if not s.auto_barriers:  # all warps are done with the columns P replaces
-            plgpu.commit_smem()
+    def publish(slot, p, alpha):
+        plgpu.commit_smem()  # all warps are done with the columns P replaces
         weights(slot)[...] = p.astype(jnp.bfloat16)
-        refs.stats_s[slot, 0] = alpha
-        if s.alternate:
-            refs.stats_s[slot, 1] = top
+        refs.stats_s[slot] = alpha
         plgpu.commit_smem()
-        plgpu.barrier_arrive(refs.p_full.at[wg, slot])
+        plgpu.barrier_arrive(refs.p_full.at[slot])
 
     def clean(seg, j, slot):
         """Zero the values behind the prefix: 0 * NaN is NaN. Tree blocks are clean."""
@@ -89,79 +92,49 @@ def consume(tile: Tile, wg: int) -> None:
         @pl.when(jnp.logical_not(tree) & (valid < TILE))
         def _():
             row = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=MATRIX)
-            for c in range(first_column, first_column + columns, 64):
-                chunk = refs.kv_s.at[slot, :, pl.ds(c, 64)]
+            for c in range(0, columns, 64):
+                chunk = values(slot).at[:, pl.ds(c, 64)]
                 x = plgpu.load(chunk, layout=MATRIX)
                 chunk[...] = jnp.where(row < valid, x, jnp.bfloat16(0))
             plgpu.commit_smem()
 
-    def accumulate(acc, seg, j, slot, beside=None):
-        """acc + P V; `beside` is computed while the tensor cores are at it."""
+    def accumulate(acc, seg, j, slot):
+        """acc + P V."""
         clean(seg, j, slot)
-        values = refs.kv_s.at[slot, :, pl.ds(first_column, columns)]
 
         def product(ref):
             if not s.interpret:  # the interpreter cannot start from a value
                 ref[...] = acc
-            plgpu.wgmma(ref, weights(slot), values)
-            got = beside() if beside is not None else None
-            return ref[...], got
+            plgpu.wgmma(ref, weights(slot), values(slot))
+            return ref[...]
 
-        shape = plgpu.ACC((TILE, columns), jnp.float32)
-        new, got = pl.run_scoped(product, shape)
-        new = acc + new if s.interpret else new
-        plgpu.barrier_arrive(refs.kv_free.at[slot])
-        return (new, got) if beside is not None else new
+        new = pl.run_scoped(product, plgpu.ACC((TILE, columns), jnp.float32))
+        return acc + new if s.interpret else new
 
     def lead(seg, t, j, carry):
         acc, top, total = carry
         slot = tile.slot(t + j)
-        plgpu.barrier_wait(refs.kv_full.at[slot])
         x = scores(seg, t, j, slot)
+        if s.lag:
+            pl.when(j > 0)(lambda: plgpu.barrier_arrive(refs.led.at[tile.slot(t + j - 1)]))
         p, alpha, top, total = softmax(x, top, total)
-        publish(slot, p, alpha, top)
+        publish(slot, p, alpha)
         acc = accumulate(acc * row_vector(alpha, acc), seg, j, slot)
+        for part in range(2):  # P stands in the second one
+            plgpu.barrier_arrive(refs.kv_free[part].at[slot])
         return acc, top, total
 
-    def heard(seg, t, j, carry):
-        """Wait for the other's weights of block j: rescaled carry, and the new maximum."""
-        acc, top, total = carry
+    def follow(seg, t, j, acc):
         slot = tile.slot(t + j)
-        plgpu.barrier_wait(refs.p_full.at[1 - wg, slot])
-        alpha = stat(slot, 0)
-        if s.alternate:
-            top, total = stat(slot, 1), total * alpha
-        return acc * row_vector(alpha, acc), top, total
-
-    def follow(seg, t, j, carry):
-        slot = tile.slot(t + j)
-        plgpu.barrier_wait(refs.kv_full.at[slot])
-        acc, top, total = heard(seg, t, j, carry)
-        return accumulate(acc, seg, j, slot), top, total
-
-    def follow_and_lead(seg, t, j, carry):
-        """Follow block j - 1 while leading j: its softmax hides behind that product."""
-        before, slot = tile.slot(t + j - 1), tile.slot(t + j)
-        plgpu.barrier_wait(refs.kv_full.at[slot])
-        x = scores(seg, t, j, slot)
-        plgpu.barrier_wait(refs.kv_full.at[before])
-        acc, top, total = heard(seg, t, j - 1, carry)
-        if s.overlap:
-            acc, (p, alpha, top, total) = accumulate(
-                acc, seg, j - 1, before, lambda: softmax(x, top, total)
-            )
-        else:
-            acc = accumulate(acc, seg, j - 1, before)
-            p, alpha, top, total = softmax(x, top, total)
-        publish(slot, p, alpha, top)
-        acc = accumulate(acc * row_vector(alpha, acc), seg, j, slot)
-        return acc, top, total
-
-    def loop(step, low, high, seg, t, carry, stride=1, offset=0):
-        def one(i, carry):
-            return step(seg, t, i * stride + offset, carry)
-
-        return lax.fori_loop(low, high, one, carry)
+        plgpu.barrier_wait(refs.kv_full.at[1, slot])
+        plgpu.barrier_wait(refs.p_full.at[slot])
+        alpha = stat(slot)
+        acc = acc * row_vector(alpha, acc)
+        if s.lag:
+            plgpu.barrier_wait(refs.led.at[slot])
+        acc = accumulate(acc, seg, j, slot)
+        plgpu.barrier_arrive(refs.kv_free[1].at[slot])
+        return acc
 
     def work(seg, t):
         if wg == 0:  # which has waited for `done`: their memory is free
@@ -170,33 +143,22 @@ def consume(tile: Tile, wg: int) -> None:
                 rows = refs.q.at[pl.ds(row * s.heads, s.heads)]
                 plgpu.copy_gmem_to_smem(rows, q_s.at[0, pl.ds(i * s.heads, s.heads)], refs.q_full)
         plgpu.barrier_wait(refs.q_full)
-        carry = (
-            filled(0, (TILE, columns), MATRIX),
-            filled(LOWEST, (TILE,), ROW),
-            filled(0, (TILE,), ROW),
-        )
-        if not s.alternate:
-            carry = loop(lead if wg == 0 else follow, 0, seg.n, seg, t, carry)
+        nothing = filled(0, (TILE, columns), MATRIX)
+        if wg == 0:
+            carry = nothing, filled(LOWEST, (TILE,), ROW), filled(0, (TILE,), ROW)
+            one = lambda j, carry: lead(seg, t, j, carry)  # noqa: E731
+            acc, top, total = lax.fori_loop(0, seg.n, one, carry)
+            if s.lag:
+                plgpu.barrier_arrive(refs.led.at[tile.slot(t + seg.n - 1)])
+            refs.stats_s[s.stages] = total
+            plgpu.barrier_arrive(refs.total_full)
+            finish(seg, acc, total, top)
         else:
-            half = lax.div(seg.n, jnp.int32(2))
-            odd = seg.n - 2 * half
-            if wg == 0:  # leads 0, 2, 4, ...
-                carry = lead(seg, t, 0, carry)
-                args = seg, t, carry, 2, 2
-                carry = loop(follow_and_lead, 0, half + odd - 1, *args)
-                carry = loop(follow, 0, 1 - odd, seg, t, carry, 0, seg.n - 1)
-            else:
-                carry = loop(follow_and_lead, 0, half, seg, t, carry, 2, 1)
-                carry = loop(follow, 0, odd, seg, t, carry, 0, seg.n - 1)
-        finish(seg, carry)
+            acc = lax.fori_loop(0, seg.n, lambda j, acc: follow(seg, t, j, acc), nothing)
+            plgpu.barrier_wait(refs.total_full)
+            finish(seg, acc, stat(s.stages))
 
-    def finish(seg, carry):
-        acc, top, total = carry
-        sums, result = s.stages, s.stages + 1
-        refs.stats_s[sums, wg] = total
-        plgpu.barrier_arrive(refs.sums_full)
-        plgpu.barrier_wait(refs.sums_full)
-        total = stat(sums, 0) + stat(sums, 1)
+    def finish(seg, acc, total, top=None):
         # 1 where the row saw anything, or NaN: a NaN is shown, unless the row has no bits
         # and so is padding, whatever it holds.
         shown = jnp.where(total <= 0, 0.0, 1.0)
@@ -211,7 +173,7 @@ def consume(tile: Tile, wg: int) -> None:
         o_s = results[wg]
         o_s[...] = jnp.where(row_vector(shown, acc) > 0, scaled, 0).astype(jnp.bfloat16)
         if wg == 0:
-            refs.stats_s[result, 0] = jnp.where(shown > 0, top + jnp.log2(total), -jnp.inf)
+            refs.stats_s[s.stages + 1] = jnp.where(shown > 0, top + jnp.log2(total), -jnp.inf)
         plgpu.commit_smem()
         to = pl.ds(first_column, columns)
 
@@ -229,7 +191,7 @@ def consume(tile: Tile, wg: int) -> None:
 
             if wg == 0:
                 plgpu.copy_smem_to_gmem(
-                    refs.stats_s.at[result, 0], refs.lse.at[seg.request * s.tiles + tile.index]
+                    refs.stats_s.at[s.stages + 1], refs.lse.at[seg.request * s.tiles + tile.index]
                 )
 
         @pl.when(jnp.logical_not(seg.whole))
@@ -237,7 +199,7 @@ def consume(tile: Tile, wg: int) -> None:
             place = seg.slot * s.tiles + tile.index
             plgpu.copy_smem_to_gmem(o_s, refs.part.at[place, :, to])
             if wg == 0:
-                plgpu.copy_smem_to_gmem(refs.stats_s.at[result, 0], refs.part_lse.at[place])
+                plgpu.copy_smem_to_gmem(refs.stats_s.at[s.stages + 1], refs.part_lse.at[place])
 
         # The next segment's queries overwrite what both have just stored.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

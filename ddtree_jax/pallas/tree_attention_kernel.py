@@ -4,14 +4,16 @@ A block of threads works on one tile, 64 query rows (tree rows x heads) of one r
 latents at a time: S = Q K^T, online softmax, O += P V, where V is the first columns of K. Three
 warpgroups share it, since the accumulator of 64 x 512 floats fills the registers of two:
 
-    warpgroup 0    QK  softmax  PV (left columns of V)
-    warpgroup 1    QK  softmax  PV (right columns)
+    warpgroup 0    S = Q K^T, softmax, O += P V for the left columns of V
+    warpgroup 1    O += P V for the right columns
     warpgroup 2    copies pages and tree rows to shared memory, `stages` blocks ahead
 
-The leader of a block computes its S and P, both multiply with P. `alternate` makes the consumers
-lead in turn, so that the softmax of one runs beside the matrix products of the other; else
-warpgroup 0 leads every block. P replaces the rotary columns of its page, which no value needs: a
-second buffer would not fit, and the page's own barriers then order P as well.
+With `lag` warpgroup 1 waits with a block until the scores of the next one are made, and works on it
+while warpgroup 0 is at the softmax: the tensor cores then always have something to do. A page comes
+in two parts, each with barriers of its own. The first holds the left columns of V and is free once
+warpgroup 0 is done with them, early enough for the page after next. P replaces the rotary columns
+of its page, which no value needs: a second buffer would not fit, and the page's own barriers then
+order P as well.
 """
 
 from types import SimpleNamespace
@@ -48,26 +50,31 @@ def produce(tile: Tile) -> None:
             page = refs.tables[seg.request, jnp.where(tree, 0, seg.low + j)]
             page = base + jnp.clip(page, 0, s.pages - 1)
 
-            @pl.when(t + j >= s.stages)
-            def _():
-                plgpu.barrier_wait(refs.kv_free.at[slot])
+            own = seg.request * (s.tree_blocks * TILE) + first
 
-            def copy(source, row):
-                rows = source.at[pl.ds(pl.multiple_of(row, TILE), TILE)]
+            def copy(source, row, part):
+                here = pl.ds(*s.part(part))
+                rows = source.at[pl.ds(pl.multiple_of(row, TILE), TILE), here]
                 plgpu.copy_gmem_to_smem(
-                    rows, refs.kv_s.at[slot], refs.kv_full.at[slot], **to_cluster
+                    rows, refs.kv_s[part].at[slot], refs.kv_full.at[part, slot], **to_cluster
                 )
 
-            own = seg.request * (s.tree_blocks * TILE) + first
-            pl.when(tree)(lambda: copy(refs.nodes, own))
-            pl.when(jnp.logical_not(tree))(lambda: copy(refs.pool, page * TILE))
+            for part in range(2):
+
+                @pl.when(t + j >= s.stages)
+                def _(part=part):
+                    plgpu.barrier_wait(refs.kv_free[part].at[slot])
+
+                pl.when(tree)(lambda part=part: copy(refs.nodes, own, part))
+                pl.when(jnp.logical_not(tree))(lambda part=part: copy(refs.pool, page * TILE, part))
 
     total = tile.segments(work)
 
     # Nobody leaves while a peer may still write to it or arrive at its barriers.
     @pl.loop(jnp.maximum(total - s.stages, 0), total)
     def _(t):
-        plgpu.barrier_wait(refs.kv_free.at[tile.slot(t)])
+        for free in refs.kv_free:
+            plgpu.barrier_wait(free.at[tile.slot(t)])
 
 
 ARRAYS = (
@@ -121,7 +128,7 @@ def run_attend(s: Shapes, q, nodes, pool, tables, layer, requests, gangs, share,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=SCRATCH,
-            unsafe_no_auto_barriers=not s.auto_barriers,
+            unsafe_no_auto_barriers=True,
         ),
         interpret=interpreter() if s.interpret else None,
         **mesh,

@@ -21,9 +21,7 @@ class Config:
     """How the kernels divide their work; results differ by rounding at most."""
 
     stages: int = 2  # pages in flight
-    alternate: bool = False  # both consumers take turns with the softmax
-    overlap: bool = False  # and do it while a product runs
-    auto_barriers: bool = False  # the compiler's own, around every access to shared memory
+    lag: bool = False  # one consumer multiplies while the other is at the next block's softmax
     cluster: int = 1  # tiles that share each page they read: 1, 2 or 4
     least_share: int = 4  # blocks a gang takes at least: fewer shares, less to merge
     merge_together: int = 4  # partial results loaded at a time

@@ -31,9 +31,7 @@ class Shapes(NamedTuple):
     pages: int  # of one layer of the pool
     stages: int
     cluster: int
-    alternate: bool
-    overlap: bool
-    auto_barriers: bool
+    lag: bool
     masked: bool  # False: an upper bound for benchmarks, no tree and no lengths
     scale: float
     interpret: bool
@@ -47,6 +45,11 @@ class Shapes(NamedTuple):
         left = 64 * -(-self.value // 128)
         return (0, left) if warpgroup == 0 else (left, self.value - left)
 
+    def part(self, index: int) -> tuple[int, int]:
+        """First column and number of columns of a page's parts, which are copied one by one."""
+        left = self.columns(0)[1]
+        return (0, left) if index == 0 else (left, self.d - left)
+
     @property
     def separate_weights(self) -> bool:
         """Whether P needs memory of its own, the latents having no columns beside the values."""
@@ -56,28 +59,28 @@ class Shapes(NamedTuple):
 def scratch_types(s: Shapes) -> dict:
     """Shared memory and barriers of the attend kernel."""
     smem, bf16, f32 = plgpu.SMEM, jnp.bfloat16, jnp.float32
-    free = 2  # both consumers
-    if s.cluster > 1:
-        kv_free = plgpu.ClusterBarrier(
-            collective_axes=("peer",), num_arrivals=free, num_barriers=s.stages
-        )
-    else:
-        kv_free = plgpu.Barrier(num_arrivals=free, num_barriers=s.stages)
+
+    def free(arrivals):
+        if s.cluster > 1:
+            return plgpu.ClusterBarrier(
+                collective_axes=("peer",), num_arrivals=arrivals, num_barriers=s.stages
+            )
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=s.stages)
+
     queries = smem((1, TILE, s.d), bf16, transforms=TILED)
     results = [smem((TILE, s.columns(wg)[1]), bf16, transforms=TILED) for wg in range(2)]
     weights = smem((s.stages, TILE, TILE), bf16, transforms=TILED)
     return dict(
         q_and_o=plgpu.RefUnion(queries, results),  # a segment stores its result over its queries
-        kv_s=smem((s.stages, TILE, s.d), bf16, transforms=TILED),
-        # By stage: what the leader tells (0 rescaling, 1 maximum); then both sums; then the result.
-        stats_s=smem((s.stages + 2, 2, TILE), f32),
+        kv_s=[smem((s.stages, TILE, s.part(i)[1]), bf16, transforms=TILED) for i in range(2)],
+        # By stage: rescaling of what was summed before; then the sums; then the log-sum-exp.
+        stats_s=smem((s.stages + 2, TILE), f32),
         q_full=plgpu.Barrier(num_arrivals=s.tile_rows),
-        kv_full=plgpu.Barrier(num_barriers=s.stages),
-        kv_free=kv_free,
-        # By leader and stage. One a leader would not do: it may lead the next block before the
-        # other has seen that this one is led, and a barrier must not run two phases ahead.
-        p_full=plgpu.Barrier(num_barriers=(2, s.stages)),
-        sums_full=plgpu.Barrier(num_arrivals=2),
+        kv_full=plgpu.Barrier(num_barriers=(2, s.stages)),  # of each part of a page
+        kv_free=[free(1), free(2)],  # the first by the leader, the second by both
+        p_full=plgpu.Barrier(num_barriers=s.stages),
+        led=plgpu.Barrier(num_barriers=s.stages),  # the leader has the next block's scores
+        total_full=plgpu.Barrier(),
         done=plgpu.Barrier(),  # warpgroup 1 has stored its part
         **(dict(p_s=weights) if s.separate_weights else {}),
     )
