@@ -5,6 +5,8 @@
 the row's output is NaN, and its request ends with the error flag.
 """
 
+from functools import partial
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -53,6 +55,7 @@ def choose_reference(
     return jnp.where(valid[:, None], ids, logits.shape[1]), weights
 
 
+@partial(jax.jit, static_argnames=("k", "normalize", "factor", "interpret"))  # once for all layers
 def choose_kernel(
     logits: Float[Array, "m e"],
     bias: Float[Array, " e"],
