@@ -1,4 +1,4 @@
-"""The README's tables, made from the result files.
+"""The tables of README.md and docs/, made from the result files.
 
     python -m benchmarks.tables [--check README.md | --write README.md]
 
@@ -124,6 +124,22 @@ def sampling(result: dict) -> str:
     return markdown(["mix", "law", "rule", "chain", *(f"tree {b}/{top_k}" for b in budgets)], rows)
 
 
+def calibration(result: dict) -> str:
+    """Accept lengths by how perturbed scores become node weights."""
+    points = result["points"]
+    fitted = [v for k, v in result["summary"].items() if k.startswith("scale_depth")]
+    names = {
+        "scores as they are": "scores as they are (what is served)",
+        "fitted by depth": f"scaled by a fitted b ({', '.join(f'{b:g}' for b in fitted)})",
+        "without the noise": "without the noise",
+    }
+    lengths = {(p["variant"], p["budget"]): p["accept_length"] for p in points}
+    budgets = sorted({p["budget"] for p in points})
+    rows = [[text, *(f"{lengths[name, b]:.2f}" for b in budgets)] for name, text in names.items()]
+    heads = ["node weights", *(f"tree {b}/{points[0]['top_k']}" for b in budgets)]
+    return markdown(heads, rows)
+
+
 def sweep(result: dict) -> str:
     """Tokens/s of all requests; in brackets over autoregression's."""
     points, rows = result["points"], []
@@ -165,6 +181,7 @@ TABLES = {
     "acceptance": ("acceptance", acceptance),
     "acceptance_grid": ("acceptance", acceptance_grid),
     "sampling": ("sampling", sampling),
+    "calibration": ("calibration", calibration),
     "sweep": ("sweep", sweep),
 }
 

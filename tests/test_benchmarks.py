@@ -182,6 +182,13 @@ def results(tmp_path):
     ]
     results_file.write(tmp_path / "sweep.json", {}, points, [])
     results_file.write(tmp_path / "sampling.json", {}, rule_points(), [])
+    variants = ("scores as they are", "fitted by depth", "without the noise")
+    points = [
+        {"variant": v, "budget": b, "top_k": 8, "accept_length": i + b / 10}
+        for i, v in enumerate(variants) for b in (8, 16)
+    ]  # fmt: skip
+    summary = {"scale_depth_1": 1.0, "scale_depth_2": 0.7}
+    results_file.write(tmp_path / "calibration.json", summary, points, [])
     return tmp_path
 
 
@@ -246,6 +253,7 @@ def test_tables(results, capsys):
     printed = capsys.readouterr().out
     assert "| code | T = 1 | 1.10 | 2.10 | 3.10 | 4.10 | 5.10 |" in printed
     assert "| code | 16 | 16.50 | 8.50 |" in printed
+    assert "| scaled by a fitted b (1, 0.7) | 1.80 | 2.60 |" in printed
     assert printed.endswith(
         "<!-- table: sweep -->\n"
         "| prompts | requests | plain | tree 8/4 |\n"
@@ -254,6 +262,11 @@ def test_tables(results, capsys):
         "| code, short, greedy | 32 | - | 9,000 |\n"
         "<!-- end -->\n\n"
     )
+
+
+@pytest.mark.parametrize("page", ("README.md", "docs/sampling.md"))
+def test_pages_show_the_committed_results(page):
+    assert tables.main(["--check", str(results_file.RESULTS.parents[1] / page)]) == 0
 
 
 def test_tables_of_a_page(results, tmp_path, capsys):
