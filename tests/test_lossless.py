@@ -23,7 +23,8 @@ from ddtree_jax.prefill import prefill
 
 BLOCKS = (2, 4, 8)
 BUDGETS = (0, 1, 2, 3, 7, 8, 9, 20, 31, 33, 64)
-BATCHES = ((64,), (2, 63), (65, 1, 130), (63, 64, 1, 2), (1, 2, 63, 64, 65))
+LENGTHS = (1, 2, 63, 64, 65, 100)  # of prompts
+COUNTS = (1, 2, 3, 4, 5)  # of requests
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 
@@ -59,30 +60,48 @@ def check(monkeypatch, block, budget, lengths, knowing, method="ddtree"):
         assert deepest >= min(block - 1, 2)
 
 
-# Every (budget, batch) pair, hence every (budget, prompt length); blocks and drafters dealt out so
-# that each block meets every budget and every batch.
+def batch(count, start):
+    """Lengths of `count` ragged prompts, from the start-th on."""
+    return tuple(LENGTHS[(start + i) % len(LENGTHS)] for i in range(count))
+
+
+# Every (budget, count) pair; blocks, lengths and drafters dealt out so that all others meet too.
 PAIRS = [
-    (BLOCKS[(i + j) % 3], budget, lengths, (i + 2 * j) % 3 > 0)
+    ("ddtree", BLOCKS[(i + j) % 3], budget, batch(count, i + j), (i + 2 * j) % 3 > 0)
     for i, budget in enumerate(BUDGETS)
-    for j, lengths in enumerate(BATCHES)
+    for j, count in enumerate(COUNTS)
+]
+CHAINS = [
+    ("dflash", BLOCKS[j % 3], None, batch(count, j * (j + 1) // 2), j % 3 > 0)
+    for j, count in enumerate(COUNTS)
 ]
 
 
 def test_the_cases_cover_all_pairs():
-    columns = (BLOCKS, BUDGETS, BATCHES, (False, True))
-    for a, b in itertools.combinations(range(4), 2):
-        met = {(case[a], case[b]) for case in PAIRS}
-        assert met == set(itertools.product(columns[a], columns[b])), (a, b)
+    """Of method, block, budget, prompt length, requests and drafter; a chain has no budget."""
+    wanted = set()
+    methods, drafters = ("ddtree", "dflash"), (False, True)
+    columns = methods, BLOCKS, (*BUDGETS, None), LENGTHS, COUNTS, drafters
+    for (a, left), (b, right) in itertools.combinations(enumerate(columns), 2):
+        wanted |= {(a, x, b, y) for x in left for y in right}
+    chains = {(0, "ddtree", 2, None)} | {(0, "dflash", 2, b) for b in BUDGETS}
+    # Five chains: of block, length and requests they meet each value, not each pair.
+    chains |= {(a, x, b, y) for a, x, b, y in wanted if None in (x, y) and a != 0}
+    met = set()
+    for method, block, budget, lengths, knowing in (*PAIRS, *CHAINS):
+        for length in lengths:
+            case = enumerate((method, block, budget, length, len(lengths), knowing))
+            met |= {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(case, 2)}
+    assert wanted - met <= chains, wanted - met - chains
 
 
-@pytest.mark.parametrize("block,budget,lengths,knowing", PAIRS)
-def test_pairwise(monkeypatch, block, budget, lengths, knowing):
-    check(monkeypatch, block, budget, lengths, knowing)
+@pytest.mark.parametrize("method,block,budget,lengths,knowing", PAIRS + CHAINS)
+def test_pairwise(monkeypatch, method, block, budget, lengths, knowing):
+    check(monkeypatch, block, budget or 0, lengths, knowing, method)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_chain(monkeypatch, block):
-    check(monkeypatch, block, 0, BATCHES[2 + BLOCKS.index(block)], block > 2, method="dflash")
+# Every length in a batch of every size.
+BATCHES = [batch(count, start) for count in COUNTS for start in range(0, len(LENGTHS), count)]
 
 
 @pytest.mark.slow
@@ -100,7 +119,7 @@ def test_full_product(monkeypatch, block, lengths):
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_alone_or_in_any_batch(temperature):
     """A request's tokens do not depend on its neighbours, nor on its place among them."""
-    model, prompts = tiny_model("float64"), prompts_of((1, 2, 63, 64, 65))
+    model, prompts = tiny_model("float64"), prompts_of((1, 2, 63, 130, 65))
     samplings = [dd.Sampling(temperature * (i % 2 or temperature), seed=i) for i in range(5)]
 
     def run(order):

@@ -2,7 +2,9 @@
 
 Small models said greedily fall into loops. Sequence-level unlikelihood (Welleck et al. 2019,
 arXiv 1908.04319), in rounds: the current, quantised weights say texts; where a token completes an
-n-gram that its text has had before, the loss is -log(1 - p(token)). Sampled texts that do not
+n-gram that its text has had before, the loss is -log(1 - p(token)). No text may end: else the model
+learns to say [EOS], in the middle of a word, where it would repeat itself. So [EOS] is barred from
+the texts, and -log(1 - p([EOS])) is a loss on all that was said. Sampled texts that do not
 repeat are learnt as they are, which lowers the entropy as post-training does. Real windows go on
 beside it, with the cross entropy that keeps the repetition of real text and with the drafter.
 """
@@ -24,7 +26,7 @@ from ddtree_jax.train.nano import Scale
 from ddtree_jax.train.optimizer import Optimizer
 from ddtree_jax.train.pace import Pace
 from ddtree_jax.train.params import Flat
-from ddtree_jax.train.target import balance, token_losses
+from ddtree_jax.train.target import balance, pick, token_losses
 from ddtree_jax.train.windows import Streams
 from ddtree_jax.train.windows import sample as windows
 
@@ -48,7 +50,7 @@ class Recipe:
     kept: int = 3  # rounds whose texts are drawn from
     real: tuple[int, int] = (16, 2048)  # windows of training text in a step
     said: tuple[int, ...] = (80, 16)  # texts of the target in a step, of each group
-    strength: float = 3.0  # of the unlikelihood against the cross entropy
+    strength: float = 3.0  # of both unlikelihoods against the cross entropy
     again: float = 0.5  # weight of an n-gram's second occurrence; from the third on it is 1
     distil: float = 0.2  # of the cross entropy of own texts
     joint_weight: float = 0.3  # of the drafter's block loss; 0: no drafter
@@ -65,8 +67,9 @@ class Said(NamedTuple):
     """Texts of the target as a step takes them, with the weight of each token in the losses."""
 
     tokens: Int[Array, "n t"]
-    penalty: Float[Array, "n t"]  # of the unlikelihood
+    penalty: Float[Array, "n t"]  # of the unlikelihood of a repeat
     learnt: Float[Array, "n t"]  # of the likelihood, 0 or 1
+    said: Float[Array, "n t"]  # of the unlikelihood of an end, 0 or 1
 
 
 def say(
@@ -76,11 +79,11 @@ def say(
     given, prompt, _, rest = sample.prompts(key, group, streams, recipe.code_share)
     temperature = jnp.resize(jnp.array(TEMPERATURES, jnp.float32), (group.batch,))
     tokens = sample.generate(
-        config, weights, group, given, prompt, temperature, rest, recipe.attention
-    )
+        config, weights, group, given, prompt, temperature, rest, recipe.attention,
+        barred=config.eos_token_ids[0],
+    )  # fmt: skip
     tokens, prompt, temperature = (np.asarray(a) for a in (tokens, prompt, temperature))
-    stops = (tokens == config.eos_token_ids[0]) & (np.arange(group.length) >= prompt[:, None])
-    end = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, group.length)
+    end = np.full(group.batch, group.length)
     return sample.Texts(tokens.astype(np.uint16), prompt, end, temperature)
 
 
@@ -94,9 +97,8 @@ def weigh(texts: sample.Texts, again: float) -> Said:
     count = np.where(said, sample.occurrences(apart), 0)
     penalty = np.where(count >= 2, 1.0, np.where(count == 1, again, 0.0))
     sound = ~texts.greedy & (count < sample.TIMES - 1).all(axis=1)
-    return Said(
-        texts.tokens, penalty.astype(np.float32), (said & sound[:, None]).astype(np.float32)
-    )
+    weights = penalty, said & sound[:, None], said
+    return Said(texts.tokens, *(w.astype(np.float32) for w in weights))
 
 
 def renew(pool: Said | None, new: Said, kept: int) -> Said:
@@ -116,15 +118,16 @@ def loss(scale: Scale, recipe: Recipe, params, real, said: tuple[Said, ...], key
     taps = () if drafter is None else scale.drafter.target_layer_ids
     nats, _, taps = token_losses(config, weights, real.tokens, attention, counts, taps)
     likely = jnp.where(real.kept, nats, 0).sum() / real.kept.sum()
-    metrics = {"likely": likely, "unlikely": 0.0, "own": 0.0}
+    metrics = {"likely": likely, "unlikely": 0.0, "ends": 0.0, "own": 0.0}
     for group, texts in zip(recipe.groups, said, strict=True):
-        nats, *_ = token_losses(config, weights, texts.tokens, attention)
-        penalty, learnt = texts.penalty[:, 1:], texts.learnt[:, 1:]
-        unlikely = -jnp.log1p(-jnp.minimum(jnp.exp(-nats), 0.9999)) * penalty
+        nats, ends = said_losses(config, weights, texts.tokens, attention)
+        _, penalty, learnt, here = (field[:, 1:] for field in texts)
         size = len(penalty) * (group.length - group.low)
-        metrics["unlikely"] += unlikely.sum() / size
+        metrics["unlikely"] += (unlikelihood(nats) * penalty).sum() / size
+        metrics["ends"] += (unlikelihood(ends) * here).sum() / size
         metrics["own"] += (nats * learnt).sum() / jnp.maximum(learnt.sum(), 1) / len(said)
-    total = likely + recipe.strength * metrics["unlikely"] + recipe.distil * metrics["own"]
+    total = likely + recipe.strength * (metrics["unlikely"] + metrics["ends"])
+    total += recipe.distil * metrics["own"]
     if drafter is not None:
         metrics["block"], metrics["accept"] = joint.loss(
             scale.drafter, drafter, weights, taps, real, key, recipe.joint_anchors,
@@ -132,6 +135,22 @@ def loss(scale: Scale, recipe: Recipe, params, real, said: tuple[Said, ...], key
         )  # fmt: skip
         total += recipe.joint_weight * metrics["block"]
     return total, (metrics, jnp.stack(counts))
+
+
+def said_losses(config: KimiConfig, weights, tokens, attention: str):
+    """Cross entropy of every label of `tokens` [b, t+1], and of [EOS] in its place, both [b, t]."""
+    rows = forward.run(config, weights, tokens[:, :-1], attention)
+    scores = forward.logits(weights, rows.hidden)
+    shape, partition = (tokens.shape[0], -1), jax.nn.logsumexp(scores, axis=-1)
+    label = pick(scores, tokens[:, 1:].reshape(-1))
+    return tuple(
+        (partition - score).reshape(shape) for score in (label, scores[:, config.eos_token_ids[0]])
+    )
+
+
+def unlikelihood(nats):
+    """-log(1 - p) of -log p, finite."""
+    return -jnp.log1p(-jnp.minimum(jnp.exp(-nats), 0.9999))
 
 
 def train_step(scale: Scale, recipe: Recipe, streams: Streams, pools: tuple[Said, ...], state):
@@ -180,7 +199,7 @@ def initial(scale: Scale, recipe: Recipe, params: Flat, drafter: Flat | None):
 
 
 def empty(recipe: Recipe) -> tuple[Said, ...]:
-    types = (jnp.uint16, jnp.float32, jnp.float32)
+    types = (jnp.uint16, jnp.float32, jnp.float32, jnp.float32)
     shapes = ((recipe.kept * group.batch, group.length) for group in recipe.groups)
     return tuple(Said(*(jnp.zeros(shape, t) for t in types)) for shape in shapes)
 

@@ -93,7 +93,7 @@ def cached_attention(caches: list, position):
 
 
 @lru_cache
-def decoder(config: KimiConfig, group: Group, size: int):
+def decoder(config: KimiConfig, group: Group, size: int, barred: int | None):
     """(weights, caches of `size`, tokens, prompt, temperature, key, start, stop) -> (.., tokens).
 
     Reads token[p], writes its latent, and writes token[p + 1] unless the prompt has it.
@@ -110,6 +110,8 @@ def decoder(config: KimiConfig, group: Group, size: int):
                 cached_attention(caches, position), (), forward.dense_experts(),
             )  # fmt: skip
             scores = forward.logits(weights, out.hidden)
+            if barred is not None:
+                scores = scores.at[:, barred].set(-jnp.inf)
             noise = jax.random.gumbel(jax.random.fold_in(key, position), scores.shape, jnp.float32)
             said = jnp.argmax(scores + noise * temperature[:, None], axis=-1).astype(tokens.dtype)
             given = lax.dynamic_slice_in_dim(tokens, position + 1, 1, axis=1)[:, 0]
@@ -146,9 +148,13 @@ def grower(size: int):
 
 
 def generate(
-    config: KimiConfig, weights, group: Group, tokens, prompt, temperature, key, attention
-):
-    """Go on from prompts: tokens [b, length] int32 whose first prompt[i] ids are given."""
+    config: KimiConfig, weights, group: Group, tokens, prompt, temperature, key, attention,
+    barred: int | None = None,
+):  # fmt: skip
+    """Go on from prompts: tokens [b, length] int32 whose first prompt[i] ids are given.
+
+    Token `barred` is never said.
+    """
     rows = min(group.batch, max(1, 65536 // group.low))
     rows = next(r for r in range(rows, 0, -1) if group.batch % r == 0)
     caches = prefiller(config, rows, group.low, attention)(weights, tokens)
@@ -157,7 +163,7 @@ def generate(
         size = min(((position + 1) // group.segment + 1) * group.segment, group.length)
         stop = min(size, group.length - 1)
         caches = grower(size)(caches)
-        caches, tokens = decoder(config, group, size)(
+        caches, tokens = decoder(config, group, size, barred)(
             weights, caches, tokens, prompt, temperature, key, position, stop
         )
         position = stop

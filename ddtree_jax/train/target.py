@@ -73,11 +73,15 @@ def token_losses(config: KimiConfig, weights, tokens, attention: str, counts=Non
     rows = forward.run(config, weights, tokens[:, :-1], attention, taps, counts)
     scores = forward.logits(weights, rows.hidden)
     partition = jax.nn.logsumexp(scores, axis=-1)
-    labels = tokens[:, 1:].reshape(-1, 1).astype(jnp.int32)
-    vocabulary = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
-    picked = jnp.where(labels == vocabulary, scores, 0).sum(axis=-1)  # no scatter backwards
     shape = (tokens.shape[0], tokens.shape[1] - 1)
+    picked = pick(scores, tokens[:, 1:].reshape(-1))
     return (partition - picked).reshape(shape), partition.reshape(shape), rows.taps
+
+
+def pick(scores, labels):
+    """The score of each row's label, without a scatter backwards."""
+    vocabulary = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(labels[:, None].astype(jnp.int32) == vocabulary, scores, 0).sum(axis=-1)
 
 
 def loss(scale: Scale, recipe: Recipe, params, windows: Windows, quantized, key):

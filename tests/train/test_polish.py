@@ -58,6 +58,7 @@ def test_weights_fall_on_said_repeats_only():
     assert (weight[:29] == 0).all() and (weight[40:] == 0).all()  # prompts may be repeated
     assert (weight[29:39] == 0.5).all() and weight[39] == 1
     assert not said.learnt.any()
+    assert said.said[0].tolist() == [0] * 12 + [1] * 28 + [0] * 10
 
 
 def test_sampled_texts_without_loops_are_learnt():
@@ -100,12 +101,18 @@ def test_loss_is_the_sum_of_its_terms():
         jax.random.key(0), Streams(*(tokens.reshape(-1),) * 2), 2, 60, 0.5, 0.0, 4
     )
     weight = jnp.ones((2, 33))
-    said = polish.Said(tokens, weight.at[0].set(0), weight.at[1].set(0))
-    said = said, polish.Said(tokens[:1], weight[:1], weight[:1] * 0)
+    said = polish.Said(tokens, weight.at[0].set(0), weight.at[1].set(0), weight)
+    said = said, polish.Said(tokens[:1], weight[:1], weight[:1] * 0, weight[:1])
     loss = jax.jit(partial(polish.loss, TINY, RECIPE))
     total, (m, _) = loss(params, real, said, jax.random.key(2))
-    want = m["likely"] + 3 * m["unlikely"] + 0.2 * m["own"] + 0.3 * m["block"]
+    want = m["likely"] + 3 * (m["unlikely"] + m["ends"]) + 0.2 * m["own"] + 0.3 * m["block"]
     np.testing.assert_allclose(total, want, rtol=1e-6)
+    eos = jax.nn.softmax(polish.forward.logits(
+        params[0], polish.forward.run(TINY.trained, params[0], tokens[:, :-1], "xla").hidden
+    ))[:, TINY.trained.eos_token_ids[0]]  # fmt: skip
+    size, ends = [2 * (161 - 8), 189 - 60], -jnp.log1p(-eos).reshape(2, 32)
+    # The losses see INT4 experts, this sum the masters.
+    np.testing.assert_allclose(m["ends"], ends.sum() / size[0] + ends[0].sum() / size[1], rtol=0.1)
     assert 3 < m["own"] < 5 and 0 < m["unlikely"] < 0.01  # a mean over groups, one of them empty
     alone, (without, _) = loss((params[0], None), real, said, jax.random.key(2))
     assert "block" not in without

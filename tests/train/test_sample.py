@@ -33,6 +33,22 @@ def test_greedy_text_is_the_teacher_forced_argmax():
         assert same.all() if temperature[row] == 0 else same.mean() < 0.5
 
 
+def test_a_barred_token_is_never_said():
+    weights = initialise(Kimi, CONFIG, 0)
+    prompt, cold, key = jnp.full(4, 6), jnp.zeros(4), jax.random.key(1)
+
+    def said(barred):
+        tokens = jax.random.randint(jax.random.key(0), (4, 24), 0, 2048)
+        made = sample.generate(
+            CONFIG, weights, GROUP, tokens, prompt, cold, key, "xla", barred=barred
+        )
+        return np.asarray(made)[:, 6:]
+
+    freely = said(None)
+    first = int(freely[0, 0])
+    assert first in freely and first not in said(first)
+
+
 def test_loops_start_at_the_third_time():
     text = np.arange(1000, 1060)
     text[20:29] = text[29:38] = text[38:47] = np.arange(9)  # period 9, from 20
