@@ -127,15 +127,20 @@ def summarise(model: Model, traces: dict, prompts: int) -> dict:
                 tree.accept_length / chain.accept_length
             )
             summary[f"paired_p_{short}{suffix}"] = paired_p(tree, chain)
+            prose = replays[row, name, "prose"], replays["chain", name, "prose"]
+            summary[f"paired_p_{short}{suffix}_prose"] = paired_p(*prose)
         same = replays["ddtree_b7_k4", name, "code"], replays["chain", name, "code"]
         summary[f"ddtree_b7_over_chain_code{suffix}"] = (
             same[0].accept_length / same[1].accept_length
         )
+        summary[f"paired_p_b7{suffix}"] = paired_p(*same)
     looping = [repeats(trace) for trace in traces.values()]
     summary["repeat8_fraction"] = float(np.concatenate(looping).mean())
     for name in TEMPERATURES:
-        part = [repeats(t) for (_, temperature), t in traces.items() if temperature == name]
-        summary[f"repeat8_fraction_{name}"] = float(np.concatenate(part).mean())
+        part = [t for (_, temperature), t in traces.items() if temperature == name]
+        summary[f"repeat8_fraction_{name}"] = float(np.concatenate(list(map(repeats, part))).mean())
+        ended = np.concatenate([t.count < t.said.shape[1] for t in part])
+        summary[f"ended_early_fraction_{name}"] = float(ended.mean())
     length = max(int(trace.count.max()) for trace in traces.values())
     summary["repeat8_fraction_of_real_text"] = real_repeats(model, length, prompts)
     for kind in ("code", "prose"):

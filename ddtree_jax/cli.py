@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 
 import jax
@@ -136,15 +137,18 @@ def _keep_output_apart() -> None:
 
 def _generate(options) -> int:
     speculation = Speculation(options.budget, options.top_k, options.block_size, options.acceptance)
-    sampling = Sampling(
-        options.temperature,
-        options.sample_top_k,
-        options.top_p,
-        options.min_p,
-        options.seed,
-        stop=options.stop,
-        min_new_tokens=options.min_new_tokens,
-    )
+    try:
+        sampling = Sampling(
+            options.temperature,
+            options.sample_top_k,
+            options.top_p,
+            options.min_p,
+            options.seed,
+            stop=options.stop,
+            min_new_tokens=options.min_new_tokens,
+        )
+    except ValueError as error:  # here --top-k is the tree's
+        raise ValueError(re.sub("^top_k=", "sample-top-k=", str(error))) from None
     model = _load(options)
     settings = (options.method, speculation, sampling, options.max_new_tokens)
     check_request(model, options.prompts, sampling, options.max_new_tokens)  # before any output

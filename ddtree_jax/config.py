@@ -285,6 +285,7 @@ class Sampling:
 
 
 ACCEPTANCE = ("coupled", "rejection")
+MOST_NODES = 1023  # of a tree: far beyond what pays, and short of what no memory holds
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,8 @@ class Speculation:
 
     def __post_init__(self):
         make_plain(self)
-        require(is_int(self.budget) and self.budget >= 0, "budget", self.budget, "0 or greater")
+        ok = is_int(self.budget) and 0 <= self.budget <= MOST_NODES
+        require(ok, "budget", self.budget, f"an integer from 0 to {MOST_NODES}")
         require(is_int(self.top_k) and self.top_k >= 1, "top_k", self.top_k, "1 or greater")
         ok = self.block_size is None or (is_int(self.block_size) and self.block_size >= 2)
         require(ok, "block_size", self.block_size, "None, or 2 or greater")

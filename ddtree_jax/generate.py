@@ -161,8 +161,9 @@ class Method:
             )
         self.method, self.budget, self.horizon = method, 0, 0
         self.speculation = None
-        if method != "autoregressive":
+        if method != "autoregressive" or weights.drafter_config is not None:
             block = served_block_size(weights, speculation.block_size)
+        if method != "autoregressive":
             self.horizon = block - 1
             self.budget = self.horizon if method == "dflash" else speculation.budget
             top_k = 1 if method == "dflash" else speculation.top_k

@@ -227,6 +227,8 @@ def _tokens(model: Model, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids instead of text")
+        if odd := [c for c in prompt if "\ud800" <= c <= "\udfff"]:  # what bytes not UTF-8 become
+            raise ValueError(f"prompt {show(prompt)}: {odd[0]!r} is no character, must be UTF-8")
         return model.tokenizer.encode(prompt)
     ids = listed(prompt)
     if ids is not None and not any(isinstance(t, bool) for t in ids):

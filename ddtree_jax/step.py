@@ -56,13 +56,15 @@ def ddtree_step(
 ) -> DecodeState:
     """Verify the `budget` most probable prefixes as a tree of budget+1 rows (DDTree)."""
     require(isinstance(speculation, Speculation), "speculation", speculation, "a Speculation")
-    if speculation.budget == 0:
-        return autoregressive_step(weights, state)
     if speculation.top_k > weights.config.vocab_size:
         raise ValueError(
             f"top_k={speculation.top_k}: must be at most vocab_size={weights.config.vocab_size}"
         )
+    if speculation.budget == 0 and weights.drafter_config is None:
+        return autoregressive_step(weights, state)
     block = served_block_size(weights, speculation.block_size)
+    if speculation.budget == 0:
+        return autoregressive_step(weights, state)
     return _step(weights, state, speculation, block)
 
 

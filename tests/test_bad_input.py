@@ -132,6 +132,14 @@ def test_a_stream_has_one_prompt_and_one_sampling():
     refused("[[1]]: a prompt is a text or a list of token ids", dd.stream, model, [[1]])
 
 
+def test_bytes_that_are_not_utf_8():
+    """They come from the command line as lone surrogates, and would be read as U+FFFD."""
+    model = replace(tiny_model(), tokenizer=Letters())
+    for function in (dd.generate, dd.stream):
+        said = "prompt 'a\\udce9b': '\\udce9' is no character"
+        refused(said, function, model, "a\udce9b")
+
+
 def test_text_needs_a_tokenizer():
     refused("this model has no tokenizer", dd.generate, tiny_model(), "abc")
     refused("this model has no tokenizer", dd.stream, tiny_model(), [1, 2])
@@ -167,7 +175,8 @@ def test_block_sizes(method):
         assert step.speculation.block_size == block
         assert step.horizon == block - 1
         assert step.budget == (5 if method == "ddtree" else block - 1)
-    refused("block_size=9", Method, method, dd.Speculation(5, 2, 9), weights)
+    for any_method in (method, "autoregressive"):
+        refused("block_size=9", Method, any_method, dd.Speculation(5, 2, 9), weights)
 
 
 def test_steps():
@@ -177,6 +186,8 @@ def test_steps():
     for bad in (1, True, 2.5, "4"):
         refused(f"block_size={bad!r}", dd.dflash_step, model.weights, state, block_size=bad)
     refused("speculation=None", dd.ddtree_step, model.weights, state, speculation=None)
+    rootless = dd.Speculation(0, 1, 9)
+    refused("block_size=9", dd.ddtree_step, model.weights, state, speculation=rootless)
     wide = dd.Speculation(8, 13)
     refused("top_k=13", dd.ddtree_step, model.weights, state, speculation=wide)
 
@@ -257,7 +268,7 @@ def test_stops_that_cannot_be_honoured():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("budget", value) for value in (-1, 1.0, "8", None, True)),
+        *(("budget", value) for value in (-1, 1.0, "8", None, True, 1024, 10**11)),
         *(("top_k", value) for value in (0, -4, 2.0, None, False)),
         *(("block_size", value) for value in (1, 0, -2, 8.0, "8", True)),
     ],

@@ -110,7 +110,7 @@ def test_script(tiny_sweep, tmp_path, capsys):
               "accept_length", "step_ms", "tokens_per_second"}  # fmt: skip
     assert all(needed <= set(p) and p["differ"] == 0 and p["tokens"] == 14 for p in points)
     assert [p["groups"] for p in points if p["mix"] == "code"] == [2] * 3 + [1] * 3
-    assert summary["requests_run"] == 24 and summary["requests_differ"] == 0
+    assert summary["requests_compared"] == 16 and summary["requests_differ"] == 0
     code = {p["method"]: p for p in points[6:9]}
     assert summary["chain_c2_code"] == pytest.approx(code["dflash"]["tokens_per_second"])
     assert summary["ddtree_b8_k4_over_ar_c2_code"] == pytest.approx(

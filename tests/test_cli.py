@@ -197,6 +197,7 @@ BAD_OPTIONS = {
     "temperature nan": (["x", "--temperature", "nan"], "temperature=nan"),
     "temperature inf": (["x", "--temperature", "inf"], "temperature=inf"),
     "negative seed": (["x", "--seed", "-1"], "seed=-1"),
+    "negative sample-top-k": (["x", "--sample-top-k", "-1"], "sample-top-k=-1"),
     "seed of 33 bits": (["x", "--seed", 2**32], f"seed={2**32}"),
     "no new tokens": (["x", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "too many new tokens": (
