@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint import write_checkpoint
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from refusal import refused
 
 import ddtree_jax as dd
@@ -108,6 +108,10 @@ def test_command_line(capsys):
 def test_bad_input(folder, capsys):
     refused("mesh='all': must be a jax.sharding.Mesh", dd.load, folder, mesh="all")
     refused("plan='pipeline': must be one of", dd.load, folder, mesh=mesh_of(2), plan="pipeline")
+    refused("plan=['expert']: must be one of", dd.load, folder, mesh=mesh_of(2), plan=["expert"])
+    refused("plan=['expert']: must be one of", dd.load, folder, plan=["expert"])
+    refused("must be a jax.sharding.Mesh of devices", dd.load, folder,
+            mesh=AbstractMesh((2,), ("devices",)))  # fmt: skip
     refused("num_attention_heads=2 gives 2 parts", dd.load, folder, mesh=mesh_of(8))
     refused("devices=0: must be 1 or greater", make_mesh, 0)
     refused("devices=9: only 8 here", make_mesh, 9)
