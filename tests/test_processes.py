@@ -57,17 +57,19 @@ def group(folder, count, devices, *options, last=()):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "count,devices,plan", [(2, 2, "expert"), (2, 4, "data"), (4, 4, "data"), (2, 4, "tensor")]
+    "count,devices,plan", [(2, 2, "expert"), (2, 4, "data"), (4, 4, "data"), (2, 2, "tensor")]
 )
 def test_the_same_tokens(folder, count, devices, plan):
     """And nothing but them on any output, though the libraries below write what they like."""
     short = "--json", "--max-new-tokens", "8"
+    if plan == "tensor":  # the small checkpoint's experts have one group of width
+        folder = "kimi-nano"
     with command(folder, *short) as alone:
         wanted = json.loads(alone.communicate(timeout=120)[0])["tokens"]
     with group(folder, count, devices, "--plan", plan, *short) as started:
-        ends = [p.communicate(timeout=300) for p in started]
-    assert [p.returncode for p in started] == [0] * count, ends
-    said = [out for out, _ in ends]
+        both = [p.communicate(timeout=300) for p in started]
+    assert [p.returncode for p in started] == [0] * count, both
+    said = [out for out, _ in both]
     assert json.loads(said[0])["tokens"] == wanted and not any(said[1:])
 
 
@@ -75,7 +77,8 @@ def copy_of(folder, to, leave_out=(), **config):
     """A host's own copy, with something else in it."""
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns(*leave_out))
     published = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(published | config))
+    published["text_config"] |= config
+    (to / "config.json").write_text(json.dumps(published))
     return to
 
 
