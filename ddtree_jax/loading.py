@@ -1,5 +1,6 @@
 """A model as users hold it, and how it is loaded from published folders."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,5 +97,8 @@ def load(
             f"{folder / RANKS}: ranks and special tokens are {tokenizer.vocab_size}, must be "
             f"vocab_size={config.vocab_size}"
         )
+    if mesh is not None:  # once more when all is read: an error of any has been told until here
+        ranks = hashlib.sha256((folder / RANKS).read_bytes()).hexdigest()
+        check_agreement(**{RANKS: ranks})
     weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)), plan)
     return Model(weights, tokenizer, folder.resolve().name)

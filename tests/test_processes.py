@@ -16,6 +16,7 @@ from checkpoint import write_checkpoint
 from refusal import refused
 
 from ddtree_jax import cli, processes
+from ddtree_jax.tokenizer import RANKS
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +99,24 @@ def ends(started, seconds=60):
         ("devices", "in devices (devices: 2 on process 0, 4 on process 1)"),
         ("drafter", "in drafter (drafter: True on process 0, False on process 1)"),
         ("config", "in KimiConfig.rms_norm_eps ("),
+        ("tokenizer", "in tiktoken.model ("),
     ],
+    ids=("plan", "devices", "drafter", "config", "tokenizer"),
 )
 def test_processes_that_differ_are_refused(folder, tmp_path, what, said):
     """By all of them, with the values. Copies may lie elsewhere, but must hold the same."""
     last = {"plan": ("--plan", "data"), "devices": ("--devices", "4")}.get(what)
     if last is None:
-        changes = dict(leave_out=["dflash"]) if what == "drafter" else dict(rms_norm_eps=1e-3)
-        last = "--model", str(copy_of(folder, tmp_path / "copy", **changes))
+        leave_out = ["dflash"] if what == "drafter" else []
+        config = dict(rms_norm_eps=1e-3) if what == "config" else {}
+        copy = copy_of(folder, tmp_path / "copy", leave_out, **config)
+        if what == "tokenizer":
+            lines = (copy / RANKS).read_bytes().splitlines()
+            tokens = [line.split()[0] for line in lines]
+            tokens[-1], tokens[-2] = tokens[-2], tokens[-1]
+            lines = [b"%s %d\n" % (token, rank) for rank, token in enumerate(tokens)]
+            (copy / RANKS).write_bytes(b"".join(lines))
+        last = "--model", str(copy)
     with group(folder, 2, 2, "--json", last=last) as started:
         for status, errors in ends(started):
             assert status == 2 and f"the 2 processes differ {said}" in errors, errors
@@ -113,7 +124,7 @@ def test_processes_that_differ_are_refused(folder, tmp_path, what, said):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("bad", ("model", "shard"))
+@pytest.mark.parametrize("bad", ("model", "shard", "tokenizer"))
 def test_an_error_of_one_ends_all(folder, tmp_path, bad):
     """It says what is wrong and does not wait for the others; these are told."""
     last, said = ("--model", "/nowhere"), "no model '/nowhere'"
@@ -122,6 +133,10 @@ def test_an_error_of_one_ends_all(folder, tmp_path, bad):
         shard = min(copy.glob("model-*"))
         shard.write_bytes(shard.read_bytes()[:-100])
         said = f"{shard}: truncated"
+    elif bad == "tokenizer":  # found after all weights
+        last = "--model", str(copy := copy_of(folder, tmp_path / "copy"))
+        (copy / RANKS).unlink()
+        said = f"{copy / RANKS}: no such"
     with group(folder, 2, 2, "--json", last=last) as started:
         first, second = ends(started)
     assert second[0] == 2 and f"error: {said}" in second[1], second
@@ -171,6 +186,7 @@ def test_others_that_do_not_come():
 START = """
 import sys
 from ddtree_jax import cli, processes
+from ddtree_jax.tokenizer import RANKS
 try:
     processes.start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), timeout=1)
 except TimeoutError as error:
