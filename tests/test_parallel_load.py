@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from refusal import refused
 
 import ddtree_jax as dd
+from ddtree_jax import cli, loading, processes
 from ddtree_jax.checkpoint import load_target
 from ddtree_jax.cli import main
 from ddtree_jax.loading import BUNDLED
@@ -111,6 +112,33 @@ def test_a_device_reads_only_its_bytes(read_by_first, plan):
     head = (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank * 2
     between = config.num_hidden_layers * (heads - 1) * head
     assert sum(kept.values()) == held + between
+
+
+def test_what_processes_compare(folder, monkeypatch):
+    """All of both configs before weights, and all options of the command line but a few."""
+    compared = []
+    monkeypatch.setattr(loading, "check_agreement", lambda **values: compared.append(values))
+    model = dd.load(folder, mesh=mesh_of(2))
+    for config, values in zip((model.config, model.drafter_config), compared[:2], strict=True):
+        fields = {f"{type(config).__name__}.{name}": v for name, v in vars(config).items()}
+        assert values == fields | dict(drafter=True, plan="expert", dtype="float32")
+    assert [*compared[2]] == ["tiktoken.model"]
+
+    class Enough(Exception):
+        pass
+
+    def options_of(**values):
+        compared.append(values)
+        raise Enough
+
+    for name, stub in (("start", lambda *_: None), ("check_agreement", options_of)):
+        monkeypatch.setattr(processes, name, stub)
+    monkeypatch.setattr(cli, "_keep_output_apart", lambda: None)
+    with pytest.raises(Enough):
+        main(["generate", PROMPT, "--distributed", "--devices", "2"])
+    said = vars(cli._parser().parse_args(["generate", PROMPT, "--distributed", "--devices", "2"]))
+    assert said.keys() - compared[-1].keys() == {"process", "run", "model"}
+    assert compared[-1].items() <= said.items()
 
 
 @pytest.mark.slow
