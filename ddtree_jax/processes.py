@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -53,6 +54,8 @@ def start(
         host, _, port = coordinator.rpartition(":")
         ok = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
         require(ok, "coordinator", coordinator, "HOST:PORT of process 0")
+        if process == 0:  # jaxlib may crash where it cannot listen
+            require(_is_free(int(port)), "coordinator", coordinator, "a free port of this host")
     failed: list[Exception] = []
 
     def join():
@@ -79,6 +82,14 @@ def start(
     check_agreement(timeout=timeout)  # versions first: the same ones compare the same hereafter
 
 
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def _nobody_came(timeout: int) -> str:
     where, process = joined.coordinator_address, joined.process_id
     if where is None:
@@ -99,12 +110,6 @@ def _nobody_came(timeout: int) -> str:
 
 
 def _could_not_join(coordinator: str | None, error: Exception) -> Exception:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        where, why = joined.coordinator_address, str(error).splitlines()[0]
-        return ValueError(
-            f"coordinator={where!r}: process {joined.process_id} could not join ({why}): must be a "
-            "free port of process 0's host"
-        )
     if coordinator is None and isinstance(error, ValueError):
         return ValueError(
             f"no cluster found ({error}): start under Slurm, Open MPI or Kubernetes, or give "

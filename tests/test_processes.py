@@ -185,8 +185,7 @@ def test_others_that_do_not_come():
 
 START = """
 import sys
-from ddtree_jax import cli, processes
-from ddtree_jax.tokenizer import RANKS
+from ddtree_jax import processes
 try:
     processes.start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), timeout=1)
 except TimeoutError as error:
@@ -285,17 +284,10 @@ def test_without_a_cluster(monkeypatch):
     refused("or give coordinator, processes and process", processes.start)
 
 
-@pytest.mark.slow
-def test_the_port_of_another():
-    """Process 0 cannot listen where somebody else does."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        run = [sys.executable, "-c", START.replace("Timeout", "Value"), port, "0"]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    assert f"coordinator='127.0.0.1:{port}': process 0 could not join" in done.stdout
-
-
 def test_bad_input():
     refused("give all three, or none", processes.start, "127.0.0.1:1")
     refused("process=2: must be from 0 to 1", processes.start, "127.0.0.1:1", 2, 2)
     refused("coordinator='host': must be HOST:PORT", processes.start, "host", 2, 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        refused(f"coordinator='{where}': must be a free port", processes.start, where, 2, 0)
