@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import traceback
 
 import jax
 from rich.console import Console
@@ -29,17 +30,25 @@ DEMO_PROMPTS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit status. Bad input ends with one line on stderr."""
+    """Run one command; returns the exit status. Bad input ends with one line on stderr.
+
+    One of many processes does not return from an error: it ends (`processes.leave`).
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except BrokenPipeError:  # the reader of our output went away
+    except BrokenPipeError as error:  # the reader of our output went away
         sys.stderr.close()
-        return 1
+        return processes.leave(error, 1)
     except (ValueError, OSError) as error:
         print(f"ddtree_jax: error: {error}", file=sys.stderr)
-        return 2
+        return processes.leave(error, 2)
+    except BaseException as error:
+        if processes.count() > 1:
+            traceback.print_exc()
+            processes.leave(error, 1)
+        raise
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,13 +125,11 @@ def _load(options) -> Model:
         require(options.devices is not None, "devices", None, "given: those of all processes")
         _keep_output_apart()
         processes.start(*where)
-    mesh = None
-    if options.devices is not None:
-        mesh = make_mesh(options.devices, options.processes or 1)
+        own = {"process", "run", "model"}  # a copy may lie elsewhere
+        processes.check_agreement(**{k: v for k, v in vars(options).items() if k not in own})
+    mesh = None if options.devices is None else make_mesh(options.devices, processes.count())
     if distributed and jax.process_index() > 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # process 0 speaks for all
-    own = {"process", "run", "model"}  # a copy may lie elsewhere
-    processes.check_agreement(**{k: v for k, v in vars(options).items() if k not in own})
     return load(options.model, mesh=mesh, plan=options.plan, dtype=options.dtype)
 
 

@@ -1,6 +1,7 @@
 """Leaves, or a device's part of them, out of a checkpoint's tensors: no byte more is read.
 
-Tensors that are kept in another row order are the exception: they are read whole.
+Of tensors whose rows are kept in another order all between the first and the last needed are read:
+the order is changed within heads only, and heads are what is split.
 """
 
 from functools import partial
@@ -66,15 +67,17 @@ def fill(
 def _values(shards: Shards, leaf, pieces: list[Piece], part: tuple[slice, ...]) -> np.ndarray:
     buffer = np.zeros([s.stop - s.start for s in part], leaf.dtype)
     for piece in pieces:
-        place = _place(piece, part)
-        inner = _clipped(part[len(piece.index) :], leaf.shape[len(piece.index) :])
+        place, shape = _place(piece, part), leaf.shape[len(piece.index) :]
+        inner = _clipped(part[len(piece.index) :], shape)
         if place is None or inner is None:
             continue
         if piece.rows is None:
             tensor = shards.read(piece.key, inner)
         else:
-            tensor = shards.read(piece.key)[piece.rows]
-            tensor = tensor.reshape(leaf.shape[len(piece.index) :])[inner]
+            rows = piece.rows.reshape(shape[:-1])[inner[:-1]]
+            first = int(rows.min())
+            between = slice(first, int(rows.max()) + 1), inner[-1]
+            tensor = shards.read(piece.key, between)[rows - first]
         buffer[(*place, *(slice(0, n) for n in tensor.shape))] = tensor
     return buffer
 

@@ -1,14 +1,16 @@
 """A model as users hold it, and how it is loaded from published folders."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ddtree_jax.checkpoint import load_drafter, load_target
+from ddtree_jax.checks import show
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.processes import check_agreement
 from ddtree_jax.sharding import make_plan, placed_leaves
@@ -58,9 +60,11 @@ def load(
 
     Raises FileNotFoundError or ValueError naming the file or field that is wrong.
     """
-    if mesh is None and plan != "expert":
-        raise ValueError(f"plan={plan!r}: without a mesh only the default 'expert' is accepted")
-    plan = make_plan(plan, mesh)
+    if isinstance(mesh, AbstractMesh):  # enough to lower a program, but not to hold weights
+        raise ValueError(f"mesh={show(mesh)}: must be a jax.sharding.Mesh of devices")
+    wanted, plan = plan, make_plan(plan, mesh)
+    if mesh is None and wanted != "expert":
+        raise ValueError(f"plan={wanted!r}: without a mesh only the default 'expert' is accepted")
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
@@ -77,7 +81,8 @@ def load(
     drafts = drafter is not None or os.path.lexists(folder / "dflash")
 
     def place(config):  # before a weight of it is read
-        check_agreement(config=config, drafter=drafts, plan=plan.name, dtype=dtype)
+        fields = {f"{type(config).__name__}.{name}": v for name, v in vars(config).items()}
+        check_agreement(**fields, drafter=drafts, plan=plan.name, dtype=dtype)
         return placed_leaves(plan, config, dtype)
 
     placed = None if mesh is None else place
@@ -92,5 +97,8 @@ def load(
             f"{folder / RANKS}: ranks and special tokens are {tokenizer.vocab_size}, must be "
             f"vocab_size={config.vocab_size}"
         )
+    if mesh is not None:  # once more when all is read: an error of any has been told until here
+        ranks = hashlib.sha256((folder / RANKS).read_bytes()).hexdigest()
+        check_agreement(**{RANKS: ranks})
     weights = Weights(target, leaves, config, drafter_config, str(jnp.dtype(dtype)), plan)
     return Model(weights, tokenizer, folder.resolve().name)

@@ -63,8 +63,8 @@ def make_mesh(devices: int, processes: int = 1) -> Mesh:
 
 def make_plan(name: str, mesh: Mesh | AbstractMesh | None) -> Plan:
     """A plan over the devices of a mesh (any axes: they are taken in order), or none."""
-    if name not in SPLIT:
-        raise ValueError(f"plan={name!r}: must be one of {', '.join(SPLIT)}")
+    ok = isinstance(name, str) and name in SPLIT
+    require(ok, "plan", name, f"one of {', '.join(SPLIT)}")
     if mesh is None:
         return ALONE
     if not isinstance(mesh, (Mesh, AbstractMesh)):

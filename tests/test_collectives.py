@@ -1,5 +1,6 @@
 """How often devices meet in a step, and what each must hold: read off programs and shapes."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,15 @@ from benchmarks.collectives import collectives, lowered_decode, table
 from ddtree_jax.generate import Method
 from ddtree_jax.parallel import AXIS
 from ddtree_jax.read_config import read_drafter_config, read_target_config
-from ddtree_jax.sharding import abstract_weights, leaf_layouts, make_plan, weight_bytes
+from ddtree_jax.sharding import abstract_weights, make_plan, weight_bytes
 
 PLANS = ("expert", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tensor", "data")))
-SMALL = replace(TARGET, num_attention_heads=8, n_routed_experts=16)
+SMALL = replace(TARGET, num_attention_heads=8, n_routed_experts=16, num_hidden_layers=4)
+OVER = replace(DRAFTER, num_target_layers=4)
+
+
+def F32(*shape):
+    return (("f32", shape),)
 
 
 def found_in(plan, target, drafter, method, compiled, requests=8):
@@ -29,38 +35,61 @@ def found_in(plan, target, drafter, method, compiled, requests=8):
     return collectives((program.compile() if compiled else program).as_text())
 
 
+# What devices say in a step of eight requests, nine rows each, all at the size of rows: the dense
+# and the MoE layer of the target, and the others of the drafter and of decisions.
+MOE = {
+    "expert": {("all-reduce", F32(72, 32)): 2},  # after attention, after the experts
+    "tensor": {("all-reduce", F32(72, 32)): 2},
+    "data": {("all-gather", F32(72, 32)): 1, ("reduce-scatter", F32(9, 32)): 1},
+}
+REST = {
+    ("all-reduce", F32(72, 32)): 2 + 1,  # the dense layer, the embedding
+    ("all-reduce", F32(8, 8, 32)): 2 * 2 + 1,  # the drafter's layers, its embedding
+    ("all-to-all", F32(7, 2) * 8): 1,  # logits of seven drafted places, and of nine rows, each:
+    ("all-to-all", F32(9, 2) * 8): 1,  # two of the padded vocabulary's columns from every device
+    ("all-gather", F32(56, 1, 4)): 1,  # the drafts' four best, and their tokens
+    ("all-gather", (("s32", (56, 1, 4)),)): 1,
+    ("all-gather", (("s32", (72, 1)),)): 1,  # the rows' tokens
+}
+OWN = {  # requests decide for themselves
+    ("all-reduce", (("s32", ()),)): 2,  # does any request run: before the loop and in it
+    ("all-gather", (("pred", (72,)),)): 1,  # which rows are valid
+}
+
+
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("plan", PLANS)
 def test_collectives_of_a_layer(plan):
-    """Compiled: at most two for each layer of the target; none moves a weight."""
-    deeper = replace(SMALL, num_hidden_layers=4)
-    few = found_in(plan, SMALL, DRAFTER, "ddtree", True)
-    more = found_in(plan, deeper, replace(DRAFTER, num_target_layers=4), "ddtree", True)
-    assert len(more) - len(few) <= 2 * (4 - SMALL.num_hidden_layers)
-    layouts = leaf_layouts(make_plan(plan, AbstractMesh((8,), (AXIS,))), SMALL, "float32")
-    weights = {leaf.shape for _, leaf in layouts.values() if len(leaf.shape) > 1}
-    assert not {shape for c in few for _, shape in c.arrays} & weights
-    # Beyond the layers: an embedding, and the exchange and verdict of a decision, each twice.
-    layers = 2 * (SMALL.num_hidden_layers + DRAFTER.num_hidden_layers)
-    assert len(few) <= (layers + 2 + 5 if plan != "data" else 2 * SMALL.num_moe_layers + 3)
+    """Compiled: these and no others, so none of weights, of any shape."""
+    layers = {said: SMALL.num_moe_layers * count for said, count in MOE[plan].items()}
+    wanted = Counter(OWN if plan == "data" else REST) + Counter(layers)
+    assert table(found_in(plan, SMALL, OVER, "ddtree", True)) == wanted
 
 
 def test_one_device_says_nothing():
-    method = Method("ddtree", dd.Speculation(), abstract_weights(make_plan("expert", None), SMALL,
-                                                                DRAFTER, "float32"))  # fmt: skip
-    program = lowered_decode(make_plan("expert", None), SMALL, DRAFTER, method, 3, 1, "float32")
+    plan = make_plan("expert", None)
+    weights = abstract_weights(plan, SMALL, OVER, "float32")
+    method = Method("ddtree", dd.Speculation(), weights)
+    program = lowered_decode(plan, SMALL, OVER, method, 3, 1, "float32")
     assert not collectives(program.as_text()) and "shard" not in program.as_text()
 
 
 @pytest.mark.slow
-def test_kimi_k26_on_eight_devices():
+@pytest.mark.parametrize("plan", ("expert", "tensor", "data"))
+def test_kimi_k26_on_eight_devices(plan):
     """The whole step lowers: two collectives a layer, over rows and never over weights."""
     target = read_target_config(K25)
     drafter = read_drafter_config(next(iter(DRAFTERS.values())))
-    found = table(found_in("expert", target, drafter, "ddtree", False))
-    rows = ("f32", (72, 7168))
-    assert found["all-reduce", (rows,)] == 2 * 61 + 1
-    assert sum(n for (op, _), n in found.items() if op != "all-reduce") == 5
-    assert found["all-reduce", (("f32", (8, 8, 7168)),)] == 2 * 6 + 1
+    found = table(found_in(plan, target, drafter, "ddtree", False))
+    if plan == "data":
+        layers = {("all-gather", F32(72, 7168)): 60, ("reduce-scatter", F32(9, 7168)): 60}
+        assert found == Counter(OWN) + Counter(layers)
+        return
+    assert found["all-reduce", F32(72, 7168)] == 2 * 61 + 1
+    assert found["all-reduce", F32(8, 8, 7168)] == 2 * 6 + 1
+    rest = {said: n for said, n in found.items() if said[0] != "all-reduce"}
+    whole = {("all-to-all", F32(u, target.vocab_size)): 1 for u in (7, 9)}  # lowered: whole rows
+    assert rest == {said: n for said, n in REST.items() if said[0] == "all-gather"} | whole
 
 
 @pytest.mark.parametrize("plan,most", [("expert", 78e9), ("tensor", 78e9), ("data", 103e9)])

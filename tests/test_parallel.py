@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from lossless import FOREVER, NEW, TREE, decode, prompts_of, tokens, use_knowing_drafter
 from tiny import tiny_model
 
@@ -18,6 +18,7 @@ import ddtree_jax as dd
 from ddtree_jax.checkpoint import leaves_by_path
 from ddtree_jax.generate import Method
 from ddtree_jax.generate import decode as run
+from ddtree_jax.parallel import AXIS
 from ddtree_jax.sharding import check_plan, make_plan, place_weights
 
 COUNTS = (1, 2, 4, 8)
@@ -107,7 +108,9 @@ def test_pairwise(monkeypatch, plan, count, method, requests):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("method", METHODS)
 def test_full_product(monkeypatch, plan, count, method):
-    for requests in (1, 5, 9):
+    # Three numbers of requests each: with any two of the others all nine come.
+    shift = PLANS.index(plan) + COUNTS.index(count) + METHODS.index(method)
+    for requests in REQUESTS[shift % 3 :: 3]:
         compare(monkeypatch, plan, count, method, requests)
 
 
@@ -136,6 +139,28 @@ def test_rejection_is_the_same(plan, count, method):
     many = decode(placed(plan, count), PROMPTS[:3], method, **how)
     assert tokens(many)[:3] == tokens(alone)
     assert int(alone.hits(1).sum()) > 0
+
+
+def test_own_rows_are_those_that_were_given():
+    """Where all devices route the rows of all, each finds its own again."""
+    plan = make_plan("data", Mesh(np.array(jax.devices()[:4]), ("devices",)))
+    own, spec = plan.within(), PartitionSpec(AXIS)
+    x = np.arange(24).reshape(12, 2)
+    there_and_back = jax.shard_map(
+        lambda x: own.own_rows(own.all_rows(x)), mesh=plan.mesh, in_specs=spec, out_specs=spec
+    )
+    np.testing.assert_array_equal(there_and_back(x), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan,count", [("data", 2), ("expert", 2)])
+def test_experts_touched(plan, count):
+    """Where rows of all devices are routed together, each counts those of its own requests."""
+    how = dict(method="dflash", max_new_tokens=9, count_experts=True)
+    alone = dd.generate(wide_model(), PROMPTS[:3], **how)
+    for a, b in zip(alone, dd.generate(placed(plan, count), PROMPTS[:3], **how), strict=True):
+        assert a.tokens == b.tokens and a.experts_touched == b.experts_touched
+    assert len({tuple(a.experts_touched) for a in alone}) == 3  # a mix-up would show
 
 
 @pytest.mark.slow

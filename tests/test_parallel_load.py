@@ -1,19 +1,21 @@
 """Loading straight onto devices, and decoding text with a mesh: API and command line."""
 
 import json
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 from checkpoint import write_checkpoint
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from refusal import refused
 
 import ddtree_jax as dd
+from ddtree_jax import cli, loading, processes
 from ddtree_jax.checkpoint import load_target
 from ddtree_jax.cli import main
 from ddtree_jax.loading import BUNDLED
-from ddtree_jax.sharding import make_mesh, make_plan, place_weights, placed_leaves
+from ddtree_jax.sharding import make_mesh, make_plan, place_weights, placed_leaves, weight_bytes
 from ddtree_jax.shards import Shards
 
 PROMPT = "def fibonacci(n):\n"
@@ -63,23 +65,80 @@ def test_records_are_packed_where_they_stay(plan, count):
     compare(place_weights(weights, plan), dd.Weights(many, None, config, None, "bfloat16", plan))
 
 
-def test_a_device_reads_only_its_experts(folder, monkeypatch):
+@pytest.fixture
+def read_by_first(monkeypatch):
+    """Loads as the host of the mesh's first device does: bytes read of every tensor."""
+    read, original = Counter(), Shards.read
+
+    def counted(shards, key, *part):
+        tensor = original(shards, key, *part)
+        read[key] += tensor.nbytes
+        return tensor
+
+    def first_alone(sharding, shape):
+        first = sharding.mesh.devices.flat[0]
+        return {first: sharding.devices_indices_map(shape)[first]}
+
+    def load(*where, **how):
+        read.clear()
+        sharding = jax.sharding.NamedSharding
+        with monkeypatch.context() as patch:
+            patch.setattr(Shards, "read", counted)
+            patch.setattr(sharding, "addressable_devices_indices_map", first_alone)
+            patch.setattr(jax, "make_array_from_single_device_arrays", lambda *a: a[2][0])
+            return dd.load(*where, **how), read
+
+    return load
+
+
+def test_a_device_reads_only_its_experts(folder, read_by_first):
     """What the first of two devices holds takes no tensor of the second one's experts."""
-    read, original = set(), Shards.read
-    monkeypatch.setattr(Shards, "read", lambda *a: read.add(a[1]) or original(*a))
-    mesh = mesh_of(2)
-    monkeypatch.setattr(
-        jax.sharding.NamedSharding,
-        "addressable_devices_indices_map",
-        lambda sharding, shape: {
-            jax.devices()[0]: sharding.devices_indices_map(shape)[jax.devices()[0]]
-        },
-    )
-    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda *a: a[2][0])
-    dd.load(folder, mesh=mesh)
+    _, read = read_by_first(folder, mesh=mesh_of(2))
     experts = {int(k.split("experts.")[1].split(".")[0]) for k in read
                if ".experts." in k and not k.endswith("weight_shape")}  # fmt: skip
     assert experts == {0, 1, 2}
+
+
+@pytest.mark.parametrize("plan", ("expert", "tensor", "data"))
+def test_a_device_reads_only_its_bytes(read_by_first, plan):
+    """All that it holds, once; only of `kv_b_proj` the keys between its values too, and back."""
+    model, read = read_by_first("kimi-nano", mesh=mesh_of(2), plan=plan)
+    config, placed = model.config, model.weights.plan
+    kept = {key: size for key, size in read.items() if not key.endswith("weight_shape")}
+    held = sum(
+        sum(weight_bytes(placed, c, "bfloat16").values()) for c in (config, model.drafter_config)
+    )
+    heads = config.num_attention_heads // (2 if placed.splits("heads") else 1)
+    head = (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank * 2
+    between = config.num_hidden_layers * (heads - 1) * head
+    assert sum(kept.values()) == held + between
+
+
+def test_what_processes_compare(folder, monkeypatch):
+    """All of both configs before weights, and all options of the command line but a few."""
+    compared = []
+    monkeypatch.setattr(loading, "check_agreement", lambda **values: compared.append(values))
+    model = dd.load(folder, mesh=mesh_of(2))
+    for config, values in zip((model.config, model.drafter_config), compared[:2], strict=True):
+        fields = {f"{type(config).__name__}.{name}": v for name, v in vars(config).items()}
+        assert values == fields | dict(drafter=True, plan="expert", dtype="float32")
+    assert [*compared[2]] == ["tiktoken.model"]
+
+    class Enough(Exception):
+        pass
+
+    def options_of(**values):
+        compared.append(values)
+        raise Enough
+
+    for name, stub in (("start", lambda *_: None), ("check_agreement", options_of)):
+        monkeypatch.setattr(processes, name, stub)
+    monkeypatch.setattr(cli, "_keep_output_apart", lambda: None)
+    with pytest.raises(Enough):
+        main(["generate", PROMPT, "--distributed", "--devices", "2"])
+    said = vars(cli._parser().parse_args(["generate", PROMPT, "--distributed", "--devices", "2"]))
+    assert said.keys() - compared[-1].keys() == {"process", "run", "model"}
+    assert compared[-1].items() <= said.items()
 
 
 @pytest.mark.slow
@@ -108,6 +167,10 @@ def test_command_line(capsys):
 def test_bad_input(folder, capsys):
     refused("mesh='all': must be a jax.sharding.Mesh", dd.load, folder, mesh="all")
     refused("plan='pipeline': must be one of", dd.load, folder, mesh=mesh_of(2), plan="pipeline")
+    refused("plan=['expert']: must be one of", dd.load, folder, mesh=mesh_of(2), plan=["expert"])
+    refused("plan=['expert']: must be one of", dd.load, folder, plan=["expert"])
+    refused("must be a jax.sharding.Mesh of devices", dd.load, folder,
+            mesh=AbstractMesh((2,), ("devices",)))  # fmt: skip
     refused("num_attention_heads=2 gives 2 parts", dd.load, folder, mesh=mesh_of(8))
     refused("devices=0: must be 1 or greater", make_mesh, 0)
     refused("devices=9: only 8 here", make_mesh, 9)

@@ -6,13 +6,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
+import jax
 import pytest
 from checkpoint import write_checkpoint
 from refusal import refused
 
-from ddtree_jax import processes
+from ddtree_jax import cli, processes
+from ddtree_jax.tokenizer import RANKS
 
 
 @pytest.fixture(scope="module")
@@ -53,59 +57,237 @@ def group(folder, count, devices, *options, last=()):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("count,devices,plan", [(2, 2, "expert"), (2, 4, "data"), (4, 4, "data")])
+@pytest.mark.parametrize(
+    "count,devices,plan", [(2, 2, "expert"), (2, 4, "data"), (4, 4, "data"), (2, 2, "tensor")]
+)
 def test_the_same_tokens(folder, count, devices, plan):
     """And nothing but them on any output, though the libraries below write what they like."""
     short = "--json", "--max-new-tokens", "8"
+    if plan == "tensor":  # the small checkpoint's experts have one group of width
+        folder = "kimi-nano"
     with command(folder, *short) as alone:
         wanted = json.loads(alone.communicate(timeout=120)[0])["tokens"]
     with group(folder, count, devices, "--plan", plan, *short) as started:
-        ends = [p.communicate(timeout=300) for p in started]
-    assert [p.returncode for p in started] == [0] * count, ends
-    said = [out for out, _ in ends]
+        both = [p.communicate(timeout=300) for p in started]
+    assert [p.returncode for p in started] == [0] * count, both
+    said = [out for out, _ in both]
     assert json.loads(said[0])["tokens"] == wanted and not any(said[1:])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_processes_that_differ_are_refused(folder):
-    with group(folder, 2, 2, "--json", last=("--plan", "data")) as started:
-        for process in started:
-            _, said = process.communicate(timeout=120)
-            assert process.returncode == 2 and "the 2 processes differ in plan" in said
+def copy_of(folder, to, leave_out=(), **config):
+    """A host's own copy, with something else in it."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(*leave_out))
+    published = json.loads((to / "config.json").read_text())
+    published["text_config"] |= config
+    (to / "config.json").write_text(json.dumps(published))
+    return to
+
+
+def ends(started, seconds=60):
+    """Exit status and errors of each process, all within the time."""
+    end = time.monotonic() + seconds
+    said = [p.communicate(timeout=max(end - time.monotonic(), 0))[1] for p in started]
+    return [(p.returncode, errors) for p, errors in zip(started, said, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_host_without_the_drafter_is_found(folder, tmp_path):
-    """Copies may lie elsewhere, but must hold the same."""
-    copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("dflash"))
-    with group(folder, 2, 2, "--json", last=("--model", str(copy))) as started:
-        for process in started:
-            _, said = process.communicate(timeout=120)
-            assert process.returncode == 2 and "the 2 processes differ in drafter" in said
+@pytest.mark.parametrize(
+    "what,said",
+    [
+        ("plan", "in plan (plan: 'expert' on process 0, 'data' on process 1)"),
+        ("devices", "in devices (devices: 2 on process 0, 4 on process 1)"),
+        ("drafter", "in drafter (drafter: True on process 0, False on process 1)"),
+        ("config", "in KimiConfig.rms_norm_eps ("),
+        ("tokenizer", "in tiktoken.model ("),
+    ],
+    ids=("plan", "devices", "drafter", "config", "tokenizer"),
+)
+def test_processes_that_differ_are_refused(folder, tmp_path, what, said):
+    """By all of them, with the values. Copies may lie elsewhere, but must hold the same."""
+    last = {"plan": ("--plan", "data"), "devices": ("--devices", "4")}.get(what)
+    if last is None:
+        leave_out = ["dflash"] if what == "drafter" else []
+        config = dict(rms_norm_eps=1e-3) if what == "config" else {}
+        copy = copy_of(folder, tmp_path / "copy", leave_out, **config)
+        if what == "tokenizer":
+            lines = (copy / RANKS).read_bytes().splitlines()
+            tokens = [line.split()[0] for line in lines]
+            tokens[-1], tokens[-2] = tokens[-2], tokens[-1]
+            lines = [b"%s %d\n" % (token, rank) for rank, token in enumerate(tokens)]
+            (copy / RANKS).write_bytes(b"".join(lines))
+        last = "--model", str(copy)
+    with group(folder, 2, 2, "--json", last=last) as started:
+        for status, errors in ends(started):
+            assert status == 2 and f"the 2 processes differ {said}" in errors, errors
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_killed_process_ends_the_others(folder):
+@pytest.mark.parametrize("bad", ("model", "shard", "tokenizer"))
+def test_an_error_of_one_ends_all(folder, tmp_path, bad):
+    """It says what is wrong and does not wait for the others; these are told."""
+    last, said = ("--model", "/nowhere"), "no model '/nowhere'"
+    if bad == "shard":
+        last = "--model", str(copy := copy_of(folder, tmp_path / "copy"))
+        shard = min(copy.glob("model-*"))
+        shard.write_bytes(shard.read_bytes()[:-100])
+        said = f"{shard}: truncated"
+    elif bad == "tokenizer":  # found after all weights
+        last = "--model", str(copy := copy_of(folder, tmp_path / "copy"))
+        (copy / RANKS).unlink()
+        said = f"{copy / RANKS}: no such"
+    with group(folder, 2, 2, "--json", last=last) as started:
+        first, second = ends(started)
+    assert second[0] == 2 and f"error: {said}" in second[1], second
+    assert first[0] == 2 and f"process 1 ended: {said}" in first[1], first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", (0, 1))
+def test_a_killed_process_ends_the_others(folder, victim):
     """In the middle of decoding: the first process has begun to write, and has far to go."""
     words = "--method", "autoregressive", "--max-new-tokens", "250"
-    with group(folder, 2, 2, *words) as (first, second):
+    with group(folder, 2, 2, *words) as started:
         shown = ""
         while len(shown) <= len("the thing"):
-            assert (piece := first.stdout.read(1)), first.communicate()
+            assert (piece := started[0].stdout.read(1)), started[0].communicate()
             shown += piece
-        second.kill()
-        assert first.poll() is None
-        _, said = first.communicate(timeout=60)
-    assert first.returncode != 0 and "Error" in said, (first.returncode, said)
+        started[victim].kill()
+        other = started[1 - victim]
+        assert other.poll() is None
+        ((status, errors),) = ends([other])
+    assert status != 0 and "rror" in errors, (status, errors)
+
+
+@pytest.mark.timeout(60)
+def test_others_that_do_not_come():
+    """The one that waits says for whom, where, and what to check; no library ends it before."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        cases = [  # this process, the port, what it says
+            (0, free_port(), "are all others running"),
+            (1, free_port(), "is process 0 running"),
+            (1, silent.getsockname()[1], "is process 0 running"),
+        ]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", START, str(port), str(process)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for process, port, _ in cases
+        ]  # fmt: skip
+        for one, (process, port, check) in zip(started, cases, strict=True):
+            said, errors = one.communicate(timeout=50)
+            wanted = f"coordinator 127.0.0.1:{port}: process {process} did not meet the others"
+            assert said.startswith(f"{wanted} for 1 s: {check}") and one.returncode == 2, errors
+
+
+START = """
+import sys
+from ddtree_jax import processes
+try:
+    processes.start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), timeout=1)
+except TimeoutError as error:
+    print(error, flush=True)
+    processes.leave(error, 2)
+"""
+
+
+class Store:
+    """The coordinator's store, in which the other processes have already answered."""
+
+    def __init__(self, **others):
+        self.others = others
+
+    def key_value_set(self, key, value):
+        self.own = key, json.loads(value)
+
+    def blocking_key_value_get(self, key, milliseconds):
+        name, said = self.own
+        round_, process = name.rsplit("/", 1)
+        if key == name:
+            return json.dumps(said)
+        change = self.others.get("p" + key.removeprefix(f"{round_}/"), lambda said: said)
+        return json.dumps(change(said))
+
+
+@pytest.fixture
+def among(monkeypatch):
+    """`check_agreement` of process 0 of three, the others' words changed by functions."""
+
+    def check(p1=lambda said: said, p2=lambda said: said, **values):
+        store = Store(p1=p1, p2=p2)
+        joined = SimpleNamespace(client=store, num_processes=3, process_id=0)
+        monkeypatch.setattr(processes, "joined", joined)
+        processes.check_agreement(**values)
+
+    return check
+
+
+VALUES = dict(plan="expert", seed=3, prompts=["a" * 1000])
+
+
+@pytest.mark.parametrize("name", (*VALUES, "ddtree_jax", "jax"))
+def test_every_value_is_compared(among, name):
+    """Versions too, and the middle of what is too long to show."""
+
+    def change(said):
+        digest, shown = said["values"][name]
+        return {"values": said["values"] | {name: [digest[::-1], shown]}}
+
+    among(**VALUES)
+    for other in (1, 2):
+        changes = {f"p{other}": change}
+        said = f"the 3 processes differ in {name} ({name}: "
+        refused(said, among, **changes, **VALUES)
+        refused(f" on process {other}): start all with the same", among, **changes, **VALUES)
+
+
+def test_versions_with_other_options_are_refused(among):
+    """Nothing rests on all comparing the same."""
+
+    def older(said):
+        return {"values": {k: v for k, v in said["values"].items() if k != "seed"}}
+
+    refused("differ in seed (seed: 3 on process 0, not compared on process 2)", among, p2=older,
+            **VALUES)  # fmt: skip
+
+
+def test_an_error_elsewhere_is_named(among):
+    gone = {"error": "no model '/nowhere'"}
+    refused("process 2 ended: no model '/nowhere'", among, p2=lambda said: gone, **VALUES)
+
+
+@pytest.mark.parametrize("error", (RuntimeError("out of memory"), KeyboardInterrupt()))
+def test_what_nobody_foresaw_ends_the_process_too(monkeypatch, capsys, error):
+    def fail(options):
+        raise error
+
+    left = []
+    monkeypatch.setattr(cli, "_generate", fail)
+    monkeypatch.setattr(processes, "leave", lambda *a: left.append(a))
+    for count in (1, 2):
+        monkeypatch.setattr(processes, "count", lambda count=count: count)
+        with pytest.raises(type(error)):
+            cli.main(["generate", "x"])
+        assert left == [(error, 1)] * (count - 1)
+    assert f"{type(error).__name__}" in capsys.readouterr().err
+
+
+def test_without_a_cluster(monkeypatch):
+    def initialize(*_, **__):  # what jax says then
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    refused("no cluster found (coordinator_address should be defined.)", processes.start)
+    refused("or give coordinator, processes and process", processes.start)
 
 
 def test_bad_input():
     refused("give all three, or none", processes.start, "127.0.0.1:1")
     refused("process=2: must be from 0 to 1", processes.start, "127.0.0.1:1", 2, 2)
     refused("coordinator='host': must be HOST:PORT", processes.start, "host", 2, 1)
-    said = f"coordinator 127.0.0.1:{(port := free_port())} did not answer for 1 s"
-    where = f"127.0.0.1:{port}"
-    refused(said, processes.start, where, 2, 1, timeout=1, kind=TimeoutError)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        refused(f"coordinator='{where}': must be a free port", processes.start, where, 2, 0)
