@@ -111,8 +111,11 @@ def test_pairwise(monkeypatch, method, block, budget, lengths, knowing):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("lengths", sum(BATCHES.values(), []), ids=str)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    "block,lengths",
+    [(block, batch(count, i)) for i, block in enumerate(BLOCKS) for count in COUNTS],
+    ids=str,
+)  # with all batches for every block it takes a quarter of an hour more
 def test_full_product(monkeypatch, block, lengths):
     with monkeypatch.context() as patch:
         check(patch, block, 0, lengths, knowing=len(lengths) % 2 == 0, method="dflash")
