@@ -184,7 +184,8 @@ def leave(error: BaseException, status: int) -> int:
         return status
     told = _met.is_set()  # else there is no store, and using it would end in an abort
     if told:
-        _tell(next(_rounds), {"error": str(error) or type(error).__name__})
+        with suppress(jax.errors.JaxRuntimeError):  # the store went away with process 0
+            _tell(next(_rounds), {"error": str(error) or type(error).__name__})
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or nobody reads it
             stream.flush()

@@ -146,8 +146,7 @@ def consume(tile: Tile, wg: int) -> None:
         nothing = filled(0, (TILE, columns), MATRIX)
         if wg == 0:
             carry = nothing, filled(LOWEST, (TILE,), ROW), filled(0, (TILE,), ROW)
-            one = lambda j, carry: lead(seg, t, j, carry)  # noqa: E731
-            acc, top, total = lax.fori_loop(0, seg.n, one, carry)
+            acc, top, total = lax.fori_loop(0, seg.n, lambda j, c: lead(seg, t, j, c), carry)
             if s.lag:
                 plgpu.barrier_arrive(refs.led.at[tile.slot(t + seg.n - 1)])
             refs.stats_s[s.stages] = total

@@ -9,7 +9,7 @@ warpgroups share it, since the accumulator of 64 x 512 floats fills the register
     warpgroup 2    copies pages and tree rows to shared memory, `stages` blocks ahead
 
 With `lag` warpgroup 1 waits with a block until the scores of the next one are made, and works on it
-while warpgroup 0 is at the softmax: the tensor cores then always have something to do. A page comes
+while warpgroup 0 is at the softmax, so that the tensor cores need not wait for it. A page comes
 in two parts, each with barriers of its own. The first holds the left columns of V and is free once
 warpgroup 0 is done with them, early enough for the page after next. P replaces the rotary columns
 of its page, which no value needs: a second buffer would not fit, and the page's own barriers then

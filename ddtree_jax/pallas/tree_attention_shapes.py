@@ -73,7 +73,7 @@ def scratch_types(s: Shapes) -> dict:
     return dict(
         q_and_o=plgpu.RefUnion(queries, results),  # a segment stores its result over its queries
         kv_s=[smem((s.stages, TILE, s.part(i)[1]), bf16, transforms=TILED) for i in range(2)],
-        # By stage: rescaling of what was summed before; then the sums; then the log-sum-exp.
+        # By stage: rescaling of what was summed before; then the sum; then the log-sum-exp.
         stats_s=smem((s.stages + 2, TILE), f32),
         q_full=plgpu.Barrier(num_arrivals=s.tile_rows),
         kv_full=plgpu.Barrier(num_barriers=(2, s.stages)),  # of each part of a page
