@@ -21,6 +21,9 @@ from ddtree_jax.state import RUNNING, STOP, DecodeState, Weights, emit
 
 Prompt = str | Sequence[int]
 
+# Shorter requests, and those with fewer stop ids, share one compiled step.
+LEAST_CAPACITY, LEAST_STOPS = 64, 4
+
 
 def prefill(
     model: Model,
@@ -41,7 +44,7 @@ def prefill(
     longest = max(len(i) for i in ids) + max_new_tokens
     pages = _power_of_two(-(-longest // PAGE_SIZE))
     stops = [model.stop_ids + s.stop_ids for s in samplings]
-    widest = max(1, *map(len, stops))
+    widest = _power_of_two(max(LEAST_STOPS, *map(len, stops)))
     stop_ids = [s + (-1,) * (widest - len(s)) for s in stops]
     counted = config.num_moe_layers if count_experts else 0
     state = empty_state(weights, samplings, stop_ids, max_new_tokens, pages, counted)
@@ -67,7 +70,7 @@ def empty_state(
     stopped from the start. Page numbers are those of the device that has the request.
     """
     plan, config, drafter = weights.plan, weights.config, weights.drafter_config
-    given, capacity = len(samplings), _power_of_two(max_new_tokens)
+    given, capacity = len(samplings), _power_of_two(max(LEAST_CAPACITY, max_new_tokens))
     requests = padded_requests(plan, given)
     spare = requests - given
     heads = None if drafter is None else padded_heads(plan, drafter)

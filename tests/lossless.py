@@ -64,7 +64,8 @@ def use_knowing_drafter(monkeypatch, model, prompts, completions):
     config, plan = model.drafter_config, model.weights.plan
     longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     requests = sharding.padded_requests(plan, len(prompts))
-    truth = np.zeros((requests, longest + 2 * NEW + 16), np.int32)
+    # Of few widths, so that batches share their programs.
+    truth = np.zeros((requests, -(-(longest + 2 * NEW + 16) // 256) * 256), np.int32)
     for row, p, c in zip(truth, prompts, completions, strict=False):
         row[: len(p) + len(c)] = [*p, *c]
     split = plan.size if plan.splits("heads") else 1
