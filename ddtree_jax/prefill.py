@@ -21,7 +21,8 @@ from ddtree_jax.state import RUNNING, STOP, DecodeState, Weights, emit
 
 Prompt = str | Sequence[int]
 
-# Shorter requests, and those with fewer stop ids, share one compiled step.
+# Tokens to generate and stop ids, the model's own counted: requests of fewer, in as many pages,
+# share one compiled step.
 LEAST_CAPACITY, LEAST_STOPS = 64, 4
 
 

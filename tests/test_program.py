@@ -98,6 +98,19 @@ def test_streaming_compiles_nothing(compilations, method):
     assert decode._cache_size() == programs
 
 
+def test_short_requests_share_a_program(compilations):
+    """Whatever their limit up to 64 tokens, which fill the buffer, and with up to four stop ids;
+    the prompt is such that all take four pages."""
+    model, prompts = tiny_model(), prompts_of((130, 3))
+    done = dd.generate(model, prompts, "ddtree", TREE, max_new_tokens=64)
+    before = len(compilations)
+    for limit, stops in ((1, []), (33, [8]), (64, [7, 8, 9, 10])):
+        sampling = dd.Sampling(stop_ids=stops)
+        cut = dd.generate(model, prompts, "ddtree", TREE, sampling, limit)
+        assert all(c.tokens == d.tokens[: len(c.tokens)] for c, d in zip(cut, done, strict=True))
+    assert len(compilations) == before and [len(d.tokens) for d in done] == [64, 64]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_is_traced_once(compilations, method):
     chex.clear_trace_counter()
