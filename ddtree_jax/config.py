@@ -278,6 +278,8 @@ class Sampling:
             require(is_int(token) and token >= 0, "stop_ids", token, "token ids")
         for text in self.stop:
             require(isinstance(text, str) and text != "", "stop", text, "strings of at least 1")
+            odd = any("\ud800" <= c <= "\udfff" for c in text)  # what bytes not UTF-8 become
+            require(not odd, "stop", text, "UTF-8")
         for name in _UNSUPPORTED:
             value, neutral = getattr(self, name), type(self).__dataclass_fields__[name].default
             if value is not neutral and not (is_number(value) and value == neutral):

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from ddtree_jax.config import Sampling
 from ddtree_jax.sharding import fetch
-from ddtree_jax.state import RUNNING, STOP, DecodeState
+from ddtree_jax.state import STOP, DecodeState
 from ddtree_jax.tokenizer import Tokenizer
 
 EVERY = 8  # passes between two looks
@@ -59,7 +59,7 @@ def end_requests(
     for request, sampling in enumerate(samplings):
         said = visible(tokens[request, : count[request]].tolist(), stop_ids, sampling)
         cut = find(tokenizer, said, sampling)
-        if cut is not None and (cut.tokens < count[request] or reason[request] == RUNNING):
+        if cut is not None:  # also at the limit, as a stop id there is a stop
             count[request], reason[request] = cut.tokens, STOP
     return replace(state, count=_as(count, state.count), reason=_as(reason, state.reason))
 

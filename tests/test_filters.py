@@ -177,6 +177,17 @@ def test_choices_follow_the_tempered_law(temperature):
     assert (np.abs(found - p) < 4.5 * np.sqrt(p * (1 - p) / draws)).all()
 
 
+def test_noise_is_fine_enough_for_a_large_vocabulary():
+    """Small arrivals e^-g, which decide between the tail and a likely token, lie on no lattice of
+    2^-23, and are as many as they should be."""
+    law, positions = Law.of([Sampling(1.0, seed=4)]), jnp.arange(32, dtype=jnp.int32)[None]
+    noise = np.asarray(keyed_noise(law, positions, 163_840), np.float64)
+    small = np.exp(-noise[noise > -np.log(1e-5)]) * 2**23
+    wanted = noise.size * 1e-5
+    assert abs(small.size - wanted) < 5 * np.sqrt(wanted)
+    assert (np.abs(small - np.round(small)) > 0.01).mean() > 0.9
+
+
 def test_noise_is_keyed_by_seed_and_position_alone():
     positions = jnp.array([[5, 6], [5, 9]], jnp.int32)
     law = Law.of([Sampling(1.0, seed=1), Sampling(0.5, seed=2)])

@@ -91,6 +91,21 @@ def test_stop_strings(model):
             assert replace(box[0], seconds=0) == replace(done, seconds=0)
 
 
+def test_a_stop_string_at_the_limit_is_a_stop(model):
+    """As a stop id there is."""
+    plain = whole(model)
+    for limit in range(4, 32):
+        said = model.tokenizer.decode(plain.tokens[:limit])
+        stop = said[-2:]
+        if "\ufffd" not in stop and said.find(stop) == len(said) - 2:
+            break
+    sampling, done = dd.Sampling(stop=[stop]), []
+    cut = dd.generate(model, "ab", "autoregressive", TREE, sampling, limit)[0]
+    assert cut.finish_reason == "stop" and cut.text == said[:-2]
+    pieces = dd.stream(model, "ab", "ddtree", TREE, sampling, limit, done=done)
+    assert "".join(pieces) == cut.text and done[0].finish_reason == "stop"
+
+
 def test_metrics_are_exact_after_a_cut(model):
     """Passes and depths are those of the tokens kept, as if the limit had been there."""
     plain = whole(model, "ddtree")
