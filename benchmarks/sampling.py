@@ -11,6 +11,7 @@ there: accept lengths may come from a CPU, times from a GPU, and each point name
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,7 @@ BUDGETS, TOP_K = (7, 8, 16, 32), 8
 FOREVER = np.iinfo(np.int32).max
 VOCAB = 163_840  # of Kimi K2.6
 FILTERED = Sampling(0.8, top_k=50, top_p=0.95, min_p=0.02)
+DEEP = replace(FILTERED, top_k=1000)  # its threshold lies below the head: found by counting
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "rules" in args.parts:
         found["rules"] = accept_lengths(args)
     if "filters" in args.parts:
-        found["filters"] = [time_filters(rows) for rows in args.rows]
+        found["filters"] = [time_filters(r, s) for s in (FILTERED, DEEP) for r in args.rows]
         print(found["filters"])
     device = {"device": jax.devices()[0].device_kind}
     points = [
@@ -65,8 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
     notes = [
         "rules: real held-out text, every decoding run for real; accept length counts the bonus, "
         "not prefill's token; over all prompts of a mix",
-        f"filters: {FILTERED}, vocabulary {VOCAB}, random normal float32 logits; microseconds of "
-        "the choice with all filters on, less the same without filters; `us_whole` is not reduced",
+        f"filters: {FILTERED}; deep: top_k={DEEP.top_k}, which is found by counting; vocabulary "
+        f"{VOCAB}, random normal float32 logits; microseconds of the choice with all filters on, "
+        "less the same without filters; `us_whole` is not reduced",
     ]
     if len(args.parts) < len(PARTS):
         notes.append("machine, versions, commit and date are of the part run last; see `device`")
@@ -154,7 +157,7 @@ def weighted(done, weights, field: str) -> list[float]:
     return ((rows * weights[:, None]).sum(0) / max(weights.sum(), 1)).tolist()
 
 
-def time_filters(rows: int, passes: int = 20, repeats: int = 10) -> dict:
+def time_filters(rows: int, filtered: Sampling, passes: int = 20, repeats: int = 10) -> dict:
     """Microseconds that the filters add to choosing `rows` tokens, in a loop on the device."""
     logits = jax.random.normal(jax.random.key(0), (2, rows, VOCAB), jnp.float32) * 3
 
@@ -180,10 +183,11 @@ def time_filters(rows: int, passes: int = 20, repeats: int = 10) -> dict:
             times.append((time.perf_counter() - start) / passes * 1e6)
         return float(np.median(times)), float(np.ptp(times))
 
-    (whole, spread), (bare, _) = median(FILTERED), median(Sampling(FILTERED.temperature))
+    (whole, spread), (bare, _) = median(filtered), median(Sampling(filtered.temperature))
     return {
-        "name": f"filters, {rows} rows",
+        "name": f"filters, top_k={filtered.top_k}, {rows} rows",
         "rows": rows,
+        "top_k": filtered.top_k,
         "us": whole - bare,
         "us_whole": whole,
         "us_spread": spread,
@@ -204,7 +208,8 @@ def mean(points: list[dict], kind: str, rule: str, law: str, budget: int | None 
 
 
 def summarise(points: list[dict], timed: list[dict]) -> dict:
-    times = {f"filter_us_{t['rows']}_rows": t["us"] for t in timed}
+    deep = {FILTERED.top_k: "", DEEP.top_k: "_deep"}
+    times = {f"filter_us_{t['rows']}_rows{deep[t['top_k']]}": t["us"] for t in timed}
     if not points:
         return times
     summary = {
