@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lossless import decode, poison, prompts_of, tokens, use_knowing_drafter
+from lossless import NEW, decode, poison, prompts_of, tokens, use_knowing_drafter
 from tiny import tiny_model
 
 import ddtree_jax as dd
+from ddtree_jax import filters
 from ddtree_jax import step as steps
 from ddtree_jax.generate import Method
 from ddtree_jax.generate import decode as run
@@ -26,7 +27,7 @@ BLOCKS = (2, 4, 8)
 BUDGETS = (0, 1, 2, 3, 7, 8, 9, 20, 31, 33, 64)
 LENGTHS = (1, 2, 63, 64, 65, 100)  # of prompts
 COUNTS = (1, 2, 3, 4, 5)  # of requests
-TEMPERATURES = (0.0, 0.7, 1.0)
+FILTERS = (dict(top_k=8, top_p=0.95, min_p=0.02), dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1))
 hits = jax.jit(DecodeState.hits, static_argnames="horizon")  # op by op it takes longer than a case
 
 
@@ -36,27 +37,34 @@ def float64():
         yield
 
 
+def samplings(requests):
+    """Those of a batch: greedy, at two temperatures, and with filters, together and one by one."""
+    for t in (0.0, 0.7, 1.0):
+        yield [dd.Sampling(t, seed=7)] * requests
+    mixed = [FILTERS[i % len(FILTERS)] for i in range(requests)]
+    yield [dd.Sampling(0.8 + i / 10, seed=i, **one) for i, one in enumerate(mixed)]
+
+
 @functools.cache
 def plainly(lengths):
-    """What plain decoding says at every temperature."""
+    """What plain decoding says with each of the samplings."""
     model, prompts = tiny_model("float64"), prompts_of(lengths)
-    return {
-        t: tokens(decode(model, prompts, "autoregressive", sampling=dd.Sampling(t, seed=7)))
-        for t in TEMPERATURES
-    }
+    return [
+        tokens(decode(model, prompts, "autoregressive", sampling=each))
+        for each in samplings(len(lengths))
+    ]
 
 
 def check(monkeypatch, block, budget, lengths, knowing, method="ddtree"):
     model, prompts = tiny_model("float64"), prompts_of(lengths)
-    plain = plainly(lengths)
     speculation = dd.Speculation(budget, 4, block)
     deepest = 0
-    for t in TEMPERATURES:
+    for sampling, plain in zip(samplings(len(lengths)), plainly(lengths), strict=True):
         drafted = model
         if knowing:
-            drafted = use_knowing_drafter(monkeypatch, model, prompts, plain[t])
-        state = decode(drafted, prompts, method, speculation, dd.Sampling(t, seed=7))
-        assert tokens(state) == plain[t], (t, block, budget)
+            drafted = use_knowing_drafter(monkeypatch, model, prompts, plain)
+        state = decode(drafted, prompts, method, speculation, sampling)
+        assert tokens(state) == plain, (sampling, block, budget)
         deepest = max(deepest, int((np.asarray(hits(state, block)).sum(axis=0) > 0).sum()))
     if knowing and budget >= 7:
         assert deepest >= min(block - 1, 2)
@@ -129,16 +137,47 @@ def test_full_product(monkeypatch, block, lengths):
 def test_alone_or_in_any_batch():
     """A request's tokens do not depend on its neighbours, nor on its place among them."""
     model, prompts = tiny_model("float64"), prompts_of((1, 2, 63, 64, 65))
-    for temperatures in ((0.0, 0.0), (1.0, 1.0), (0.0, 1.0)):
-        samplings = [dd.Sampling(temperatures[i % 2], seed=i) for i in range(5)]
+    cases = [
+        [dd.Sampling(temperatures[i % 2], seed=i) for i in range(5)]
+        for temperatures in ((0.0, 0.0), (1.0, 1.0), (0.0, 1.0))
+    ]
+    *_, filtered = samplings(5)
+    for each in (*cases, filtered):
 
-        def run(order, samplings=samplings):
+        def run(order, each=each):
             batch = [prompts[i] for i in order]
-            return tokens(decode(model, batch, "ddtree", sampling=[samplings[i] for i in order]))
+            return tokens(decode(model, batch, "ddtree", sampling=[each[i] for i in order]))
 
         alone = [run([i])[0] for i in range(5)]
         for order in ((0, 1, 2, 3, 4), (4, 2, 0, 3, 1), (3, 3)):
             assert run(order) == [alone[i] for i in order]
+
+
+@pytest.mark.parametrize("method", (pytest.param("dflash", marks=pytest.mark.slow), "ddtree"))
+def test_thresholds_below_the_head(monkeypatch, method):
+    """top-k past the HEAD largest tokens, and a nucleus that is wider: found by counting."""
+    counted, by_counting = [], filters._by_counting
+
+    def spy(*arguments):
+        jax.debug.callback(lambda: counted.append(1))
+        return by_counting(*arguments)
+
+    model, prompts = tiny_model("float64", vocab_size=300), prompts_of((5, 64), vocab=300)
+    weights = replace(model.weights, drafter_config=replace(model.drafter_config, vocab_size=300))
+    model = replace(model, weights=weights)
+    jax.clear_caches()
+    monkeypatch.setattr(filters, "_by_counting", spy)
+    for wide in (dict(top_k=200), dict(top_p=0.98), dict(top_k=220, top_p=0.99, min_p=0.001)):
+        sampling = [dd.Sampling(2.0, seed=1, **wide), dd.Sampling(3.0, seed=2, **wide)]
+        plain = tokens(decode(model, prompts, "autoregressive", sampling=sampling))
+        jax.effects_barrier()
+        assert len(counted) >= NEW / 2
+        with monkeypatch.context() as patch:
+            drafted = use_knowing_drafter(patch, model, prompts, plain)
+            state = decode(drafted, prompts, method, dd.Speculation(20, 4), sampling)
+        assert tokens(state) == plain and int(hits(state, 7).sum()) > 5
+        counted.clear()
+    jax.clear_caches()
 
 
 def test_committed_caches_equal_a_fresh_prefill():
