@@ -63,6 +63,48 @@ def test_min_new_tokens_sees_the_path_of_each_node(method):
     assert not set(done[0].tokens[:9]) & {plain[3], plain[6]}
 
 
+def said(prompt, method, speculation=TREE, **sampling):
+    return dd.generate(
+        tiny_model(), [prompt], method, speculation, dd.Sampling(**sampling), max_new_tokens=24
+    )[0]
+
+
+@pytest.mark.parametrize("method", ("dflash", "ddtree"))
+def test_min_new_tokens_of_sampled_requests(method):
+    """No stop id before the ninth token, with either rule; the first one after it may be one."""
+    stop_ids, least = [0, 3, 5, 8], 9
+    rejection, ends = dd.Speculation(acceptance="rejection"), {"coupled": [], "rejection": []}
+    for seed in range(8):
+        how = dict(temperature=1.0, seed=seed, stop_ids=stop_ids, min_new_tokens=least)
+        done = dict(coupled=said(PROMPT, method, **how))
+        assert done["coupled"].tokens == said(PROMPT, "autoregressive", **how).tokens
+        done["rejection"] = said(PROMPT, method, rejection, **how)
+        for rule, one in done.items():
+            stops = [i for i, token in enumerate(one.tokens) if token in stop_ids]
+            assert stops == ([len(one.tokens) - 1] if one.finish_reason == "stop" else [])
+            assert all(i >= least for i in stops)
+            ends[rule] += stops
+    assert all(min(stops) == least for stops in ends.values())
+
+
+@pytest.mark.parametrize("method", ("dflash", "ddtree"))
+def test_rejection_bars_stops_by_the_path_of_each_node(method):
+    """Nearly cold it says what greedy decoding says: a stop id ends the request at the first place
+    where it may, and is passed over one place before, wherever an accepted run has brought it."""
+    rejection, inside = dd.Speculation(acceptance="rejection"), 0
+    for prompt in (PROMPT, [4, 9, 1], [7, 7, 2], [10, 0, 6]):
+        plain = said(prompt, "autoregressive").tokens
+        for place in sorted({plain.index(token) for token in plain[1:]}):
+            for least in (place, place + 1):
+                how = dict(stop_ids=[plain[place]], min_new_tokens=least)
+                wanted = said(prompt, "autoregressive", **how)
+                done = said(prompt, method, rejection, temperature=1e-4, **how)
+                assert (done.tokens, done.finish_reason) == (wanted.tokens, wanted.finish_reason)
+                assert (len(done.tokens) == place + 1) == (least == place)
+                inside += done.verify_passes < len(done.tokens) - 1
+    assert inside > 5  # runs with accepted drafts
+
+
 @pytest.mark.parametrize("limits", ((1, 7), pytest.param((2, 13), marks=pytest.mark.slow)))
 @pytest.mark.parametrize("method", METHODS)
 def test_max_new_tokens_is_exact(method, limits):
