@@ -211,8 +211,8 @@ def _check_stops(model: Model, sampling: Sampling, max_new_tokens: int) -> None:
         size = len(model.tokenizer.encode(text))
         if size > config.max_position_embeddings:
             raise ValueError(
-                f"stop of {size} tokens: must be at most max_position_embeddings="
-                f"{config.max_position_embeddings}"
+                f"stop={show(text)} of {size} tokens: must be at most "
+                f"max_position_embeddings={config.max_position_embeddings}"
             )
 
 

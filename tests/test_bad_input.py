@@ -12,6 +12,7 @@ from refusal import refused
 from tiny import DRAFTER, TARGET, tiny_model
 
 import ddtree_jax as dd
+from ddtree_jax.checks import plain, show
 from ddtree_jax.generate import METHODS, Method
 from ddtree_jax.sampling import Law, log_law
 from ddtree_jax.tokenizer import RANKS
@@ -212,7 +213,8 @@ BAD_TEMPERATURES = [
 
 @pytest.mark.parametrize("value", BAD_TEMPERATURES, ids=lambda value: repr(value)[:9])
 def test_temperature(value):
-    refused(": must be finite, 0 or from 1e-30 to 1e30", dd.Sampling, value)
+    said = f"temperature={show(plain(value))}: must be finite, 0 or from 1e-30 to 1e30"
+    refused(said, dd.Sampling, value)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e30])
@@ -236,7 +238,8 @@ def test_seed(value):
         *(("top_k", value) for value in (-1, 2.0, "3", None, True, 2**31)),
         *(("min_new_tokens", value) for value in (-1, 2.0, None, 2**31)),
         *(("top_p", value) for value in (-0.1, 1.1, math.nan, "1", None)),
-        *(("min_p", value) for value in (-0.1, 1.1, math.nan)),
+        *(("top_p", value) for value in (math.inf, True)),
+        *(("min_p", value) for value in (-0.1, 1.1, math.nan, "1", None, True)),
         ("repetition_penalty", 1.2),
         ("repetition_penalty", True),
         ("repetition_penalty", [1.0, 1.0]),
@@ -246,11 +249,23 @@ def test_seed(value):
         ("grammar", "root ::= x"),
         ("logprobs", 5),
         ("stop", "text"),
+        ("stop", None),
         ("stop_ids", 7),
+        ("stop_ids", {7}),
     ],
 )
 def test_sampling_fields(field, value):
     refused(f"{field}={value!r}", dd.Sampling, **{field: value})
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, "3", None, True])
+def test_entries_of_stop_ids(value):
+    refused(f"stop_ids={value!r}: must be token ids", dd.Sampling, stop_ids=[3, value])
+
+
+@pytest.mark.parametrize("value", ["", 3, None, b"x", "a\udce9"])
+def test_entries_of_stop(value):
+    refused(f"stop={value!r}: must be", dd.Sampling, stop=["fine", value])
 
 
 def test_stops_that_cannot_be_honoured():
@@ -262,6 +277,13 @@ def test_stops_that_cannot_be_honoured():
         (dd.Sampling(stop_ids=list(range(12)), min_new_tokens=1), "bars all 12 tokens"),
     ):
         refused(said, run, model, [1, 2], sampling=sampling, max_new_tokens=8)
+    model = replace(model, tokenizer=Letters())
+    fits, long = dd.Sampling(stop=["b" * LENGTH]), dd.Sampling(stop=["c", "a" * (LENGTH + 1)])
+    said = f"stop='{'a' * 99}...{'a' * 19}' of {LENGTH + 1} tokens: must be at most "
+    said += f"max_position_embeddings={LENGTH}"
+    for function in (run, dd.prefill, dd.stream):
+        refused(said, function, model, [1, 2], sampling=long, max_new_tokens=8)
+    assert dd.prefill(model, [1, 2], fits, 8).count.tolist() == [1]
     refused("acceptance='greedy'", dd.Speculation, acceptance="greedy")
 
 
