@@ -149,12 +149,18 @@ def test_a_stop_string_at_the_limit_is_a_stop(model):
 
 
 def test_metrics_are_exact_after_a_cut(model):
-    """Passes and depths are those of the tokens kept, as if the limit had been there."""
-    plain = whole(model, "ddtree")
+    """All are those of the tokens kept, as if the limit had been there."""
+
+    def run(limit, *stop):
+        sampling = dd.Sampling(stop=stop)
+        return dd.generate(model, "ab", "ddtree", TREE, sampling, limit, count_experts=True)[0]
+
+    plain = run(32)
     for start in (3, 8, 14):
-        done = whole(model, "ddtree", stop=[plain.text[start : start + 2]])
+        done = run(32, plain.text[start : start + 2])
         assert done.finish_reason == "stop" and len(done.tokens) < len(plain.tokens)
-        cut = dd.generate(model, "ab", "ddtree", max_new_tokens=len(done.tokens))[0]
+        assert done.experts_touched is not None
+        cut = run(len(done.tokens))
         assert replace(cut, text="", finish_reason="", seconds=0) == replace(
             done, text="", finish_reason="", seconds=0
         )
@@ -184,26 +190,75 @@ def test_metrics_by_rank():
     assert np.isclose(sum(done.accept_by_depth) * done.verify_passes, accepted, atol=1)
 
 
-def test_experts_touched():
-    """Counted pass by pass from the routers' choices for the rows in use; also after a cut."""
-    model, speculation = tiny_model(), dd.Speculation(7, 3)
-    config = model.config
-    state = dd.prefill(model, [PROMPT, PROMPT[:2]], max_new_tokens=9, count_experts=True)
+def watched(model, prompts, speculation, sampling, limit):
+    """What every pass of every request does, seen from outside: ranks of the accepted drafts by
+    depth, nodes drafted, and distinct experts by layer, counted from the routers' choices."""
+    moe_layers, width = model.config.num_moe_layers, speculation.budget + 1
+    state = dd.prefill(model, prompts, sampling, limit, count_experts=True)
     look = jax.jit(partial(draft_and_walk, speculation=speculation, block_size=8))
     step = jax.jit(partial(dd.ddtree_step, speculation=speculation))
-    expected = [[], []]
+    passes = [[] for _ in prompts]
     while np.asarray(state.active).any():
-        tree, rows, *_ = look(model.weights, state)
-        chosen = np.asarray(rows.experts).reshape(config.num_moe_layers, 2, 8, -1)
+        tree, rows, path, length, _ = jax.device_get(look(model.weights, state))
+        chosen = rows.experts.reshape(moe_layers, len(prompts), width, -1)
         for r in np.flatnonzero(np.asarray(state.active)):
-            used = chosen[:, r, : int(tree.size[r])].reshape(config.num_moe_layers, -1)
-            expected[r].append([len(set(layer.tolist())) for layer in used])
+            used = chosen[:, r, : int(tree.size[r])].reshape(moe_layers, -1)
+            experts = [len(set(layer.tolist())) for layer in used]
+            passes[r].append((tree.rank[r, path[r, 1 : length[r]]], tree.size[r] - 1, experts))
         state = step(model.weights, state)
-    done = dd.generate(
-        model, [PROMPT, PROMPT[:2]], "ddtree", speculation, max_new_tokens=9, count_experts=True
+    return passes
+
+
+def metrics(passes, committed, horizon, top_k):
+    """By their definitions, of the passes that said `committed` tokens; the last may be cut."""
+    ranks, nodes, experts = [], [], []
+    for accepted, drafted, touched in passes:
+        if committed > 0:
+            ranks.append(accepted[:committed])
+            committed -= len(accepted) + 1
+            nodes.append(drafted)
+            experts.append(touched)
+    depths, accepted = np.array([len(r) for r in ranks]), np.concatenate(ranks)
+    return dict(
+        verify_passes=len(ranks),
+        accept_by_depth=[float((depths > d).mean()) for d in range(horizon)],
+        accept_by_rank=[float((accepted == k).sum() / max(len(accepted), 1)) for k in range(top_k)],
+        drafted_nodes=sum(nodes),
+        experts_touched=np.mean(experts, axis=0),
     )
-    for completion, counts in zip(done, expected, strict=True):
-        np.testing.assert_allclose(completion.experts_touched, np.mean(counts, axis=0))
+
+
+def test_metrics_are_those_of_the_passes_kept():
+    """After a limit, and after stop ids wherever they end a run."""
+    model, prompts, speculation = tiny_model(), [PROMPT, PROMPT[:2]], dd.Speculation(7, 3)
+    warm = dd.Sampling(1.0, seed=5)
+    passes = watched(model, prompts, speculation, [warm, dd.Sampling()], 24)
+    runs = [[len(ranks) + 1 for ranks, *_ in each] for each in passes]
+    ends = [set(np.cumsum(run)) for run in runs]  # place of each bonus
+
+    def run(limit, *stop_ids):
+        sampling = [replace(warm, stop_ids=stop_ids), dd.Sampling(stop_ids=stop_ids)]
+        return dd.generate(
+            model, prompts, "ddtree", speculation, sampling, limit, count_experts=True
+        )
+
+    (said, _), inside = run(24), 0
+    stops = {token: said.tokens.index(token) for token in said.tokens[1:]}
+    for done in (run(24), run(9), *(run(24, token) for token in stops)):
+        for r, one in enumerate(done):
+            committed = len(one.tokens) - 1
+            inside += one.finish_reason == "stop" and committed not in ends[r]
+            if committed == 0:
+                continue
+            for name, value in metrics(passes[r], committed, 7, 3).items():
+                np.testing.assert_allclose(getattr(one, name), value, err_msg=name)
+            assert np.isclose(one.accept_length, committed / one.verify_passes)
+    assert inside > 2
+
+
+def test_experts_touched_by_plain_decoding():
+    model = tiny_model()
+    config = model.config
     plain = dd.generate(
         model, [PROMPT, PROMPT[:2]], "autoregressive", max_new_tokens=9, count_experts=True
     )
