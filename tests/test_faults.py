@@ -1,14 +1,12 @@
 """Faults that users of other engines reported, of acceptance, seeds and stops: none of them here.
 
-Each test names its symptom. Tested elsewhere: a draft of probability 0 taken at coin 0, the
-vocabulary's last id at the largest coin, argmax drafts held against a softmax q
-(test_rejection); greedy rows in a mixed batch, a nucleus at the wrong temperature, top-k 0 as
-greedy, ties in top-k (test_filters); stops inside an accepted run, exact limits, minimum lengths
-(test_stops); half a character when streaming (test_tokenizer); penalties and log-probabilities
-refused by name (test_bad_input).
+Each test names its symptom. ROWS says of every collected report that needs no accelerator where it
+is tested, or why it cannot happen here.
 """
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +17,47 @@ from tiny import tiny_model
 
 import ddtree_jax as dd
 from ddtree_jax.rejection import draw, walk_tree
+from ddtree_jax.sampling import Law, bar_stops, choose, log_law, perturbed
+from ddtree_jax.state import LENGTH, RUNNING, STOP, emit
 from ddtree_jax.tree import build, candidates, chain, walk
 
+HERE, NOT = Path(__file__).parent, "not applicable: "
+ROWS = {  # by the report's number
+    1: "test_rejection.py::test_boundary_coins",  # a draft of probability 0 taken at coin 0
+    2: "test_rejection.py::test_boundary_coins",  # the vocabulary's last id at the largest coin
+    4: "test_faults.py::test_seeds_are_ignored_by_rejection",
+    5: "test_faults.py::test_seeds_are_ignored_by_rejection",  # on chains
+    7: "test_filters.py::test_mixed_batch_equals_each_alone",  # greedy rows negated
+    8: "test_filters.py::test_golden_rows",  # the nucleus at T = 1
+    10: "test_filters.py::test_golden_rows",  # top-k 0 as greedy
+    11: "test_faults.py::test_a_banned_token_makes_a_greedy_request_nan",
+    13: "test_faults.py::test_a_greedy_request_breaks_ties_another_way",  # none set: greedy
+    14: "test_faults.py::test_a_greedy_request_breaks_ties_another_way",
+    16: NOT + "sampling has no kernel to fall back from; the law is one program everywhere",
+    17: "test_faults.py::test_rejection_ignores_the_temperature",
+    19: "test_faults.py::test_accepts_after_a_miss",
+    20: "test_wrong_variants.py::test_argmax_drafts_held_against_a_softmax_q",
+    22: "test_faults.py::test_residual_is_put_through_a_softmax",
+    23: "test_filters.py::test_golden_rows",  # ties in top-k
+    25: "test_faults.py::test_rows_of_another_request_decide",
+    26: "test_faults.py::test_a_tree_of_one_branch_accepts_less_than_the_chain",
+    28: "test_rejection.py::test_trees_of_all_shapes",  # greedy drafts, sampled target
+    29: "test_faults.py::test_filters_give_other_text_when_drafted",
+    31: "test_bad_input.py::test_sampling_fields",  # penalties are refused
+    32: "test_stops.py::test_min_new_tokens_sees_the_path_of_each_node",
+    34: NOT + "arrays are immutable, so no call can change what it was given",
+    35: "test_faults.py::test_a_root_alone_has_no_path_beyond_it",
+    37: "test_faults.py::test_a_stop_inside_a_run_is_counted_past",
+    38: "test_faults.py::test_a_stop_inside_a_run_is_counted_past",
+    40: "test_stops.py::test_metrics_are_those_of_the_passes_kept",  # the bonus, in or out
+    41: "test_stops.py::test_metrics_are_those_of_the_passes_kept",  # and docs/sampling.md
+    43: "test_faults.py::test_crashes_at_the_end_of_the_context",
+    44: "test_stops.py::test_max_new_tokens_is_exact",
+    46: "test_faults.py::test_a_legitimate_token_is_taken_for_the_mask",
+    47: "test_tokenizer.py::test_stream_is_never_half_a_character",
+    49: "test_bad_input.py::test_sampling_fields",  # log-probabilities are refused
+    50: NOT + "nothing is kept of a request when it has ended: there is no prefix cache",
+}
 PROMPTS = prompts_of((5, 63, 2, 64))
 FILTERED = [
     dd.Sampling(0.9, top_k=5, seed=1),
@@ -34,6 +71,14 @@ FILTERED = [
 def float64():
     with jax.enable_x64(True):
         yield
+
+
+def test_every_report_is_accounted_for():
+    """The tests that ROWS names are there."""
+    for row, where in ROWS.items():
+        if not where.startswith(NOT):
+            file, name = where.split("::")
+            assert re.search(rf"^def {name}\(", (HERE / file).read_text(), re.MULTILINE), row
 
 
 @pytest.mark.parametrize("method, budget", [("dflash", 0), ("ddtree", 4), ("ddtree", 16)])
@@ -75,6 +120,38 @@ def test_accepts_after_a_miss():
     line = chain(jnp.zeros(1, jnp.int32), drafts, jnp.asarray([3]), jnp.ones(1, bool))
     _, length, bonus = walk(line, jnp.asarray([[3, 9, 5, 7]]), 3)
     assert length.tolist() == [2] and bonus.tolist() == [9]
+
+
+def test_a_banned_token_makes_a_greedy_request_nan():
+    """A logit of -inf over a temperature of -1, or of 0: the argmax of the rest is wanted."""
+    logits = jnp.asarray([[[1.0, 5, 3]], [[1.0, -jnp.inf, 3]], [[1.0, 5, 3]]])
+    law = Law.of([dd.Sampling(), dd.Sampling(), dd.Sampling(0.5)])
+    barred, stop_ids = jnp.asarray([[True], [False], [True]]), jnp.full((3, 1), 1)
+    scores = log_law(bar_stops(logits, stop_ids, barred), law)
+    assert not jnp.isnan(scores).any()
+    chosen = choose(perturbed(scores, jnp.zeros((3, 1, 3)), law), jnp.zeros((3, 1), bool))
+    assert chosen.tolist() == [[2]] * 3
+
+
+def test_a_greedy_request_breaks_ties_another_way():
+    """Beside sampled ones, or where the temperature was left out, as if it were small, not 0."""
+    logits, noise = jnp.asarray([[3.0, 3, 1]] * 2), jnp.asarray([[0.0, 9, 0]] * 2)
+    for neighbour in (dd.Sampling(), dd.Sampling(1e-6), dd.Sampling(1.0, top_p=0.9)):
+        law = Law.of([dd.Sampling(), neighbour])
+        chosen = choose(perturbed(log_law(logits, law), noise, law), jnp.zeros(2, bool))
+        assert chosen.tolist() == [0, 0 if neighbour == dd.Sampling() else 1]
+
+
+def test_a_stop_inside_a_run_is_counted_past():
+    """Or the limit behind it is named as the reason: whichever comes first in the run is."""
+    run, stop, limits = [7, 8, 3, 1, 2], 3, [5, 3, 2, 9]
+    state = dd.prefill(tiny_model(), [[1]] * 4, dd.Sampling(stop_ids=[stop]), max_new_tokens=16)
+    none, zeros = jnp.zeros(4, jnp.int32), jnp.zeros((4, 5), jnp.int32)
+    state = replace(state, count=none, reason=none + RUNNING, limit=jnp.asarray(limits, jnp.int32))
+    said = jnp.asarray([run, run, run, [7, stop, 8, 1, 2]], jnp.int32)
+    state = emit(state, said, none + 5, none > 0, zeros, zeros, none, None)
+    assert tokens(state) == [[7, 8, stop], [7, 8, stop], [7, 8], [7, stop]]
+    assert state.reason.tolist() == [STOP, STOP, LENGTH, STOP]
 
 
 def test_residual_is_put_through_a_softmax():
