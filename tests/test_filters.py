@@ -94,6 +94,12 @@ def test_agrees_with_transformers():
     # transformers weighs top-p in float32 from the least token up: rounding may move its edge.
     apart = [edges_apart(*pair) for pair in zip(tensors["logits"], samplings, strict=True)]
     assert sum(apart) > 60
+    # Among what is compared: filters off, at their ends, top-k past the vocabulary, infinities.
+    top_k, top_p, min_p = tensors["settings"][apart, 1:].T
+    infinite = np.isinf(tensors["logits"][apart]).any(axis=1)
+    vocab = tensors["logits"].shape[1]
+    for edge in (top_k == 0, top_k > vocab, top_p == 0, top_p == 1, min_p > 0):
+        assert (edge & infinite).any() and (edge & ~infinite).any()
     np.testing.assert_allclose(got[apart], tensors["probabilities"][apart], rtol=0, atol=1e-5)
 
 
