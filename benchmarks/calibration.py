@@ -6,8 +6,9 @@ A request that samples drafts from s = log q + g, with the noise g that will dec
 target's p, the argmax of s would be right for certain; softmax(s) doubts it as if log p - log q
 were Gumbel noise of scale 1. softmax(b s) doubts less for b > 1. Each depth's b is fitted by
 likelihood on one half of the prompts, and all variants are replayed on the other half: scores as
-they are (b = 1), fitted, and the drafter's own probabilities without the noise. Writes
-results/calibration.json.
+they are (b = 1), fitted, and the drafter's own probabilities without the noise. All variants commit
+the same tokens, so they differ in their passes, prompt by prompt; a p-value says how often chance
+alone would make the passes differ so much. Writes results/calibration.json.
 """
 
 import json
@@ -30,6 +31,7 @@ from ddtree_jax.step import draft
 
 SCALES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 BUDGETS, TOP_K = (8, 16, 32), 8
+SERVED = "scores as they are"
 
 
 def main() -> None:
@@ -51,36 +53,48 @@ def main() -> None:
     held = {k: v[~even] for k, v in made.items()}
     ones = np.full_like(best, SCALES.index(1.0))
     traces = {
-        "scores as they are": scaled(held, ones),
+        SERVED: scaled(held, ones),
         "fitted by depth": scaled(held, best),
         "without the noise": Trace(
             held["plain"], held["plain_tokens"], held["said"], held["count"]
         ),
     }  # fmt: skip
     traces |= {f"b = {b}": scaled(held, np.full_like(best, i)) for i, b in enumerate(SCALES)}
+    replays = {(n, b): replay(trace, b, TOP_K) for n, trace in traces.items() for b in BUDGETS}
     points = [
         {
             "name": f"{name}, budget {budget}",
             "variant": name,
             "budget": budget,
             "top_k": TOP_K,
-            "accept_length": replay(trace, budget, TOP_K).accept_length,
+            "accept_length": found.accept_length,
+            "p_value": paired_p(found.passes, replays[SERVED, budget].passes),
         }
-        for name, trace in traces.items()
-        for budget in BUDGETS
+        for (name, budget), found in replays.items()
     ]
     summary = {f"scale_depth_{d + 1}": SCALES[i] for d, i in enumerate(best)}
-    summary |= {
-        f"{p['variant'].replace(' ', '_')}_b{p['budget']}": p["accept_length"]
-        for p in points
-        if not p["variant"].startswith("b =")
-    }
+    for p in points:
+        name = f"{p['variant'].replace(' ', '_')}_b{p['budget']}"
+        if not name.startswith("b_="):
+            summary[name] = p["accept_length"]
+            if p["variant"] != SERVED:
+                summary[f"{name}_p"] = p["p_value"]
     notes = [
         f"real held-out text, {model.name}, T = {args.temperature}, {args.new_tokens} new tokens; "
-        "scales fitted on every second prompt, accept lengths of the others, by replay",
+        "scales fitted on every second prompt, accept lengths of the others, by replay; p-values "
+        "of passes against scores as they are: signs of the prompts' differences flipped at random",
     ]
     results_file.write(args.output, summary, points, notes)
     print(json.dumps(summary, indent=1))
+
+
+def paired_p(passes: np.ndarray, others: np.ndarray, flips: int = 20_000) -> float:
+    """Two-sided p-value of equal passes [prompts]: were two variants alike, each prompt's
+    difference would have either sign with equal chance. The observed signs count as a flip."""
+    differences = passes.astype(int) - others
+    signs = np.random.default_rng(0).choice([-1, 1], (flips, len(differences)))
+    extreme = np.abs(signs @ differences) >= abs(differences.sum())
+    return float((1 + extreme.sum()) / (1 + flips))
 
 
 def record(model: Model, texts: list[str], temperature: float, new: int, batch: int) -> dict:
