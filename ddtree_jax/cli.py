@@ -89,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--min-new-tokens", type=int, default=0)
     command.add_argument(
-        "--acceptance", choices=ACCEPTANCE, default="coupled", help="rule for drafts (coupled)"
+        "--acceptance",
+        choices=ACCEPTANCE,
+        default="coupled",
+        help="rule for drafts, if any (coupled)",
     )
     command.add_argument("--max-new-tokens", type=int, default=128)
     _model_options(command)

@@ -297,7 +297,8 @@ class Speculation:
     `budget` tree nodes besides the root, `top_k` candidates a position, `block_size` drafter rows
     a pass (None: the drafter's own); budget and block size are independent of each other.
     `acceptance`: `coupled` writes what plain decoding with the same seed writes; `rejection` keeps
-    the distribution alone, with coins of its own (docs/sampling.md).
+    the distribution alone, with coins of its own (docs/sampling.md). Where nothing is drafted
+    (plain decoding, a budget of 0) there is nothing to accept, and both are the same.
     """
 
     budget: int = 8

@@ -64,9 +64,10 @@ def generate(
 ) -> list[Completion]:
     """Complete prompts (texts or token id lists) as one batch, decoding on the device to the end.
 
-    Every method gives the tokens plain decoding gives, with the same sampling. `count_experts`
-    fills `Completion.experts_touched`. Returns one Completion a prompt, in order. Raises
-    ValueError for input that cannot be honoured.
+    Every method gives the tokens plain decoding gives with the same sampling, up to near-ties of
+    the number format; with `rejection` acceptance the same distribution. `count_experts` fills
+    `Completion.experts_touched`. Returns one Completion a prompt, in order. Raises ValueError for
+    input that cannot be honoured.
     """
     step = Method(method, speculation, model.weights)
     ids, samplings = check_request(model, prompts, sampling, max_new_tokens)

@@ -268,6 +268,14 @@ def test_experts_touched_by_plain_decoding():
     assert without[0].experts_touched is None
 
 
+def test_rejection_of_nothing_is_plain_decoding():
+    """A budget of 0 drafts nothing that could be accepted or rejected."""
+    nothing, warm = dd.Speculation(0, acceptance="rejection"), dict(temperature=1.0, seed=6)
+    done = said(PROMPT, "ddtree", nothing, **warm)
+    assert done.tokens == said(PROMPT, "autoregressive", **warm).tokens
+    assert done.tokens == said(PROMPT, "autoregressive", nothing, **warm).tokens
+
+
 @pytest.mark.parametrize("acceptance", ("coupled", "rejection"))
 @pytest.mark.parametrize("method", ("dflash", "ddtree"))
 def test_rejection_is_greedy_at_temperature_zero(method, acceptance):
