@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ddtree_jax.config import KimiConfig
 from ddtree_jax.model.attention import MLA
-from ddtree_jax.model.layers import MLP, Embedding, Linear, RMSNorm
+from ddtree_jax.model.layers import MLP, Embedding, Head, RMSNorm
 from ddtree_jax.model.moe import Experts, MoE
 from ddtree_jax.pallas.expert_matmul import expert_mlp as default_expert_mlp
 from ddtree_jax.parallel import ALONE, Plan
@@ -73,7 +73,7 @@ class Kimi(nnx.Module):
         gain = (2 * c.num_hidden_layers) ** -0.5
         self.experts = Experts(c, rngs=rngs, dtype=dtype, gain=gain) if c.num_moe_layers else None
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=dtype)
-        self.lm_head = Linear(c.hidden_size, c.vocab_size, rngs=rngs, dtype=dtype)
+        self.lm_head = Head(c.hidden_size, c.vocab_size, rngs=rngs, dtype=dtype)
         self.config, self.plan = config, ALONE
 
     def __call__(
