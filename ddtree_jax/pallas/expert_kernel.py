@@ -221,7 +221,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
                         at = begin + k - found.start
                         b = lax.rem(at, jnp.int32(stages))
                         pl.when(at >= stages)(lambda: plgpu.barrier_wait(free.at[b]))
-                        place, full_b = (layer_g[0], expert, tile, k), full.at[b]
+                        place, full_b = (layer_g[1], expert, tile, k), full.at[b]
                         form.feed(weights_g, place, ring.at[b], full_b)
                         x = x_g.at[pl.ds(first, n), pl.ds(k * form.depth, form.depth)]
                         plgpu.copy_gmem_to_smem(x, xs.at[b, pl.ds(0, n)], full_b)
@@ -242,7 +242,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
         @pl.when(wg < wgs)
         def _multiply():
             plgpu.set_max_registers(config.multiplier_registers, action="increase")
-            mask = layer_g[1]
+            mask = layer_g[0]
 
             def meet():
                 plgpu.barrier_arrive(met)
@@ -339,5 +339,8 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
 
 
 def place_of(layer) -> Int32[Array, "2"]:
-    """What a launch reads besides work: the layer, and a constant it wants from memory."""
-    return jnp.stack([jnp.asarray(layer, jnp.int32), jnp.int32(MASK)])
+    """What a launch reads besides work: a constant it wants from memory, and the layer.
+
+    In this order: of a constant that begins with 0 XLA makes a kernel with an iota.
+    """
+    return jnp.stack([jnp.int32(MASK), jnp.asarray(layer, jnp.int32)])
