@@ -94,11 +94,12 @@ def tree_attention(
         config.cluster, config.lag, masked, scale, interpret,
     )  # fmt: skip
     layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, pool.shape[0] - 1)
-    return _run(shapes, config.merge_together, queries, latents, pool, layer, block_tables, plan)
+    merging = config.merge_together, config.multiprocessors
+    return _run(shapes, merging, queries, latents, pool, layer, block_tables, plan)
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # traced once for all layers
-def _run(shapes, together, queries, latents, pool, layer, block_tables, plan):
+def _run(shapes, merging, queries, latents, pool, layer, block_tables, plan):
     m, heads, d = queries.shape
     # The copy engine wants a request's nodes to start at a multiple of 8, and whatever stands
     # where no node does must be 0: a weight of 0 does not keep NaN away.
@@ -113,10 +114,11 @@ def _run(shapes, together, queries, latents, pool, layer, block_tables, plan):
         plan.requests, plan.gangs, plan.share, plan.words,
     )  # fmt: skip
     out, lse = run_merge(
-        shapes, together, plan.requests, plan.share, plan.orphans, part, part_lse, out, lse
-    )
+        shapes, *merging, plan.requests, plan.share, plan.divided, plan.orphans, part, part_lse,
+        out, lse,
+    )  # fmt: skip
     lse = lse.reshape(-1, heads)[plan.places] * (1 / LOG2E)
-    out = out.reshape(m, heads, shapes.value)
+    out = out.reshape(m, heads, shapes.wide)[..., : shapes.value]
     return out, jnp.where(plan.owned[:, None], lse, -jnp.inf)
 
 

@@ -105,7 +105,7 @@ def attend(s: Shapes):
 def run_attend(s: Shapes, q, nodes, pool, tables, layer, requests, gangs, share, words):
     """Outputs of tiles attended by one gang, and partial results of all others.
 
-    Returns `out` [rows * heads, value] and `lse` [requests * tiles, 64] (in units of log2), both
+    Returns `out` [rows * heads, wide], of which the first `value` columns are written, and `lse` [requests * tiles, 64] (in units of log2), both
     written for undivided requests only, and `part`, `part_lse` by slot and tile.
     """
     slots, count = 2 * s.gangs * s.tiles, requests.shape[0] - 1
@@ -116,9 +116,9 @@ def run_attend(s: Shapes, q, nodes, pool, tables, layer, requests, gangs, share,
     return plgpu.kernel(
         attend(s),
         out_type=(
-            jax.ShapeDtypeStruct((s.rows * s.heads, s.value), bf16),
+            jax.ShapeDtypeStruct((s.rows * s.heads, s.wide), bf16),
             jax.ShapeDtypeStruct((count * s.tiles, TILE), f32),
-            jax.ShapeDtypeStruct((slots, TILE, s.value), bf16),
+            jax.ShapeDtypeStruct((slots, TILE, s.wide), bf16),
             jax.ShapeDtypeStruct((slots, TILE), f32),
         ),
         scratch_types=scratch_types(s),

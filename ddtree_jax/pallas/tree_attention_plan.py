@@ -49,6 +49,7 @@ class Plan:
     share: Int32[Array, " 1"]  # blocks of a gang
     words: Int32[Array, "w queries"]  # 64 columns of ones, those of every query row, 64 of zeros
     nodes: Int32[Array, "r nodes"]  # the rows of a request's nodes, M behind them
+    divided: Int32[Array, " r1"]  # requests of more than one gang, and last how many
     orphans: Int32[Array, " m1"]  # rows of no request, and last how many
     places: Int32[Array, " m"]  # of a row among the rows of all tiles
     owned: Bool[Array, " m"]
@@ -82,10 +83,10 @@ def make_plan(
             axis=1, dtype=jnp.int32
         ),
     ]
+    several = (blocks > 0) & (starts[:-1] // share < (ends - 1) // share)
     row = jnp.arange(m, dtype=jnp.int32)
     mine = (row[None] >= first[:, None]) & (row[None] < (first + rows)[:, None])
     owned, request = mine.any(axis=0), jnp.argmax(mine, axis=0).astype(jnp.int32)
-    orphans = jnp.nonzero(~owned, size=m, fill_value=0)[0].astype(jnp.int32)
     node = jnp.arange(blocks_of(max_rows) * TILE, dtype=jnp.int32)[None]
     nodes = jnp.where(node < rows[:, None], first[:, None] + node, m)
     seen = (ancestors != 0).any(axis=1)
@@ -102,10 +103,17 @@ def make_plan(
         share=share[None],
         words=mask,
         nodes=nodes,
-        orphans=jnp.concatenate([orphans, (~owned).sum(dtype=jnp.int32)[None]]),
+        divided=where(several),
+        orphans=where(~owned),
         places=request * (tiles * TILE // heads) + row - first[request],
         owned=owned,
     )
+
+
+def where(holds: Bool[Array, " n"]) -> Int32[Array, " n1"]:
+    """The indices where it holds, then anything, and last how many they are."""
+    found = jnp.nonzero(holds, size=holds.shape[0], fill_value=0)[0].astype(jnp.int32)
+    return jnp.append(found, holds.sum(dtype=jnp.int32))
 
 
 def check_width(max_rows: int | None, m: int, words: int) -> int:

@@ -37,6 +37,11 @@ class Shapes(NamedTuple):
     interpret: bool
 
     @property
+    def wide(self) -> int:
+        """Columns of the results in memory: whole vectors of 128 threads."""
+        return -(-self.value // 128) * 128
+
+    @property
     def tile_rows(self) -> int:
         return TILE // self.heads
 
