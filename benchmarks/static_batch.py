@@ -3,6 +3,7 @@
 Prompts are prefilled once, as a pool; every batch is a copy of a part of it.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ class Clock:
 
     budget: float | None = None
     start: float = field(default_factory=time.monotonic)
-    compilation: float = 0.0  # the longest, of all programs of a cell
+    compilation: float = 0.0  # the longest, of all programs compiled together
     running: float = 0.0  # the longest cell, without compilation
     programs: set = field(default_factory=set)
 
@@ -63,9 +64,14 @@ def sweep(
     prompts: int,
     repeats: int,
     clock: Clock,
+    workers: int = 1,
 ) -> Iterator[list[dict] | str]:
-    """Measure cell by cell (a batch size of a pool, all methods); a cell left out is named."""
-    for requests in concurrency:
+    """Measure cell by cell (a batch size of a pool, all methods); a cell left out is named.
+
+    Programs are compiled `workers` at a time, those of the next batch sizes ahead.
+    """
+    ahead = max(1, workers // len(methods))
+    for index, requests in enumerate(concurrency):
         for pool in pools:
             name = f"{words(pool.case)}, {requests} requests"
             pages = pool.state.block_tables.shape[1]
@@ -74,8 +80,12 @@ def sweep(
                 say(f"{name}: left out")
                 yield name
                 continue
+            if not programs <= clock.programs:
+                start, coming = clock.elapsed, concurrency[index : index + ahead]
+                compile_all(model, pool, coming, methods, workers)
+                clock.compilation = max(clock.compilation, clock.elapsed - start)
+                clock.programs |= {(m, r, pages) for m in methods.values() for r in coming}
             points = measure(model, pool, requests, methods, prompts, repeats, clock)
-            clock.programs |= programs
             speeds = {name_of(p): round(p["tokens_per_second"], 1) for p in points}
             say(f"{clock.elapsed:.0f} s: {name}: {speeds}")
             yield points
@@ -121,6 +131,21 @@ def cut(state: DecodeState, start, count: int) -> DecodeState:
     )
 
 
+def compile_all(
+    model: Model, pool: Pool, sizes: Sequence[int], methods: dict[tuple, Method], workers: int = 1
+) -> None:
+    """Compile every method for every batch size, without running a pass; what is there is kept."""
+    x64 = jax.config.jax_enable_x64
+
+    def one(case: tuple[int, Method]) -> None:
+        requests, method = case
+        with jax.enable_x64(x64):  # a thread does not inherit it
+            jax.block_until_ready(decode(model.weights, cut(pool.state, 0, requests), method, 0))
+
+    with ThreadPoolExecutor(workers) as threads:
+        list(threads.map(one, itertools.product(sizes, methods.values())))
+
+
 def measure(
     model: Model,
     pool: Pool,
@@ -135,16 +160,8 @@ def measure(
     Within a repeat all methods run one after another. Seconds are the median over repeats of the
     sum over groups; `differ` counts requests whose tokens are not those of the first method.
     """
-    start, x64 = clock.elapsed, jax.config.jax_enable_x64
-
-    def warm_up(method: Method) -> None:
-        with jax.enable_x64(x64):  # a thread does not inherit it
-            jax.block_until_ready(decode(model.weights, cut(pool.state, 0, requests), method, 0))
-
-    with ThreadPoolExecutor(len(methods)) as threads:  # compiled side by side, no pass run
-        list(threads.map(warm_up, methods.values()))
+    compile_all(model, pool, [requests], methods)
     begun = clock.elapsed
-    clock.compilation = max(clock.compilation, begun - start)
     starts = [group * requests for group in range(max(1, prompts // requests))]
     seconds = {key: np.zeros(repeats) for key in methods}
     ends = {key: [None] * len(starts) for key in methods}

@@ -44,7 +44,9 @@ def main(arguments: list[str] | None = None) -> None:
     kept, left_out, summary = len(points), [], {}
     for context in args.context:
         pools = make_pools(model, context, args)
-        cells = sweep(model, pools, args.concurrency, methods, args.prompts, args.repeats, clock)
+        cells = sweep(
+            model, pools, args.concurrency, methods, args.prompts, args.repeats, clock, args.workers
+        )
         for found in cells:
             if isinstance(found, str):
                 left_out.append(found)
@@ -229,6 +231,7 @@ def _parser():
         help="of a point, at least: small batches run in turn",
     )
     add("--repeats", type=results_file.count, default=3)
+    add("--workers", type=results_file.count, default=4, help="programs compiled at a time")
     add("--budget-seconds", type=float, help="start nothing that would take longer than this")
     add("--append", action="store_true", help="keep the other points of the output file")
     add("--plot", action="store_true")

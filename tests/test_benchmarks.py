@@ -135,7 +135,8 @@ def test_time_limit(tiny_sweep, tmp_path, monkeypatch):
         "fits",
         lambda clock, programs: programs <= clock.programs or not clock.running,
     )
-    result = tiny_sweep(tmp_path / "sweep.json", "--concurrency", "1,2", "--methods", "ddtree")
+    result = tiny_sweep(tmp_path / "sweep.json", "--concurrency", "1,2", "--methods", "ddtree",
+                        "--workers", "1")  # fmt: skip
     assert {p["requests"] for p in result["points"]} == {1}
     named = "code, short, greedy, 2 requests; prose, short, greedy, 2 requests"
     assert result["notes"][-1].endswith(named)

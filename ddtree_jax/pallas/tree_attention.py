@@ -91,7 +91,7 @@ def tree_attention(
         )  # fmt: skip
     shapes = Shapes(
         heads, d, value_size, tiles, blocks_of(max_rows), gangs, m, pool.shape[1], config.stages,
-        config.cluster, config.lag, masked, scale, interpret,
+        masked, scale, interpret,
     )  # fmt: skip
     layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, pool.shape[0] - 1)
     merging = config.merge_together, config.multiprocessors
@@ -247,6 +247,6 @@ def shared_memory(d: int, value: int, config: Config) -> int:
     pages = 2 * config.stages * TILE * d
     weights = 2 * config.stages * TILE * TILE if d - value < TILE else 0
     stats = 4 * (config.stages + 2) * TILE
-    barriers = 8 * (3 + 6 * config.stages)
+    barriers = 8 * (3 + 5 * config.stages)
     buffers = 2 * TILE * d, pages, weights, stats, SCRATCH
     return sum(map(aligned, buffers)) + barriers

@@ -115,8 +115,6 @@ def consume(tile: Tile, wg: int) -> None:
         acc, top, total = carry
         slot = tile.slot(t + j)
         x = scores(seg, t, j, slot)
-        if s.lag:
-            pl.when(j > 0)(lambda: plgpu.barrier_arrive(refs.led.at[tile.slot(t + j - 1)]))
         p, alpha, top, total = softmax(x, top, total)
         publish(slot, p, alpha)
         acc = accumulate(acc * row_vector(alpha, acc), seg, j, slot)
@@ -130,8 +128,6 @@ def consume(tile: Tile, wg: int) -> None:
         plgpu.barrier_wait(refs.p_full.at[slot])
         alpha = stat(slot)
         acc = acc * row_vector(alpha, acc)
-        if s.lag:
-            plgpu.barrier_wait(refs.led.at[slot])
         acc = accumulate(acc, seg, j, slot)
         plgpu.barrier_arrive(refs.kv_free[1].at[slot])
         return acc
@@ -147,8 +143,6 @@ def consume(tile: Tile, wg: int) -> None:
         if wg == 0:
             carry = nothing, filled(LOWEST, (TILE,), ROW), filled(0, (TILE,), ROW)
             acc, top, total = lax.fori_loop(0, seg.n, lambda j, c: lead(seg, t, j, c), carry)
-            if s.lag:
-                plgpu.barrier_arrive(refs.led.at[tile.slot(t + seg.n - 1)])
             refs.stats_s[s.stages] = total
             plgpu.barrier_arrive(refs.total_full)
             finish(seg, acc, total, top)

@@ -8,8 +8,7 @@ warpgroups share it, since the accumulator of 64 x 512 floats fills the register
     warpgroup 1    O += P V for the right columns
     warpgroup 2    copies pages and tree rows to shared memory, `stages` blocks ahead
 
-With `lag` warpgroup 1 waits with a block until the scores of the next one are made, and works on it
-while warpgroup 0 is at the softmax, so that the tensor cores need not wait for it. A page comes
+Warpgroup 1 multiplies a block while warpgroup 0 may be at the next one's scores. A page comes
 in two parts, each with barriers of its own. The first holds the left columns of V and is free once
 warpgroup 0 is done with them, early enough for the page after next. P replaces the rotary columns
 of its page, which no value needs: a second buffer would not fit, and the page's own barriers then
@@ -39,7 +38,6 @@ def produce(tile: Tile) -> None:
     """Warpgroup 2: copies what the consumers will want, as far ahead as there are stages."""
     s, refs = tile.s, tile.refs
     plgpu.set_max_registers(40, action="decrease")
-    to_cluster = dict(collective_axes="peer") if s.cluster > 1 else {}
     base = refs.layer[0] * s.pages
 
     def work(seg, t):
@@ -55,9 +53,7 @@ def produce(tile: Tile) -> None:
             def copy(source, row, part):
                 here = pl.ds(*s.part(part))
                 rows = source.at[pl.ds(pl.multiple_of(row, TILE), TILE), here]
-                plgpu.copy_gmem_to_smem(
-                    rows, refs.kv_s[part].at[slot], refs.kv_full.at[part, slot], **to_cluster
-                )
+                plgpu.copy_gmem_to_smem(rows, refs.kv_s[part].at[slot], refs.kv_full.at[part, slot])
 
             for part in range(2):
 
@@ -70,7 +66,7 @@ def produce(tile: Tile) -> None:
 
     total = tile.segments(work)
 
-    # Nobody leaves while a peer may still write to it or arrive at its barriers.
+    # Nobody leaves before the consumers have arrived at all barriers.
     @pl.loop(jnp.maximum(total - s.stages, 0), total)
     def _(t):
         for free in refs.kv_free:
@@ -89,10 +85,8 @@ def attend(s: Shapes):
     def body(*arrays, **scratch):
         refs = SimpleNamespace(**dict(zip(ARRAYS, arrays, strict=True)), **scratch)
         gang = lax.axis_index("gang")
-        peer = lax.axis_index("peer") if s.cluster > 1 else 0
-        leader = lax.axis_index("tile") * s.cluster
-        index = leader + peer
-        tile = Tile(s, gang, index, leader, index * s.tile_rows, refs.share[0], refs)
+        index = lax.axis_index("tile")
+        tile = Tile(s, gang, index, index * s.tile_rows, refs.share[0], refs)
 
         wg = lax.axis_index("wg")
         pl.when(wg == 0)(lambda: consume(tile, 0))
@@ -105,14 +99,12 @@ def attend(s: Shapes):
 def run_attend(s: Shapes, q, nodes, pool, tables, layer, requests, gangs, share, words):
     """Outputs of tiles attended by one gang, and partial results of all others.
 
-    Returns `out` [rows * heads, wide], of which the first `value` columns are written, and `lse` [requests * tiles, 64] (in units of log2), both
-    written for undivided requests only, and `part`, `part_lse` by slot and tile.
+    Returns `out` [rows * heads, wide], of which the first `value` columns are written, and `lse`
+    [requests * tiles, 64] (in units of log2), both for undivided requests only, and `part`,
+    `part_lse` by slot and tile.
     """
     slots, count = 2 * s.gangs * s.tiles, requests.shape[0] - 1
     bf16, f32 = jnp.bfloat16, jnp.float32
-    mesh = dict(grid=(s.gangs, s.tiles // s.cluster), grid_names=("gang", "tile"))
-    if s.cluster > 1:
-        mesh |= dict(cluster=(s.cluster,), cluster_names=("peer",))
     return plgpu.kernel(
         attend(s),
         out_type=(
@@ -131,5 +123,6 @@ def run_attend(s: Shapes, q, nodes, pool, tables, layer, requests, gangs, share,
             unsafe_no_auto_barriers=True,
         ),
         interpret=interpreter() if s.interpret else None,
-        **mesh,
+        grid=(s.gangs, s.tiles),
+        grid_names=("gang", "tile"),
     )(q, nodes, pool, tables, layer, requests, gangs, share, words)

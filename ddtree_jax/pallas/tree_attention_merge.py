@@ -85,8 +85,8 @@ def merge(s: Shapes, blocks: int, together: int):
             lse[r * s.tiles + tile, lane] = jnp.where(empty, -jnp.inf, top + jnp.log2(total))
 
         def nothing(item):
-            row = orphans[lax.div(item, jnp.int32(s.heads))]
-            out[row * s.heads + lax.rem(item, jnp.int32(s.heads))] = constant(0).astype(jnp.bfloat16)
+            row, head = (op(item, jnp.int32(s.heads)) for op in (lax.div, lax.rem))
+            out[orphans[row] * s.heads + head] = constant(0).astype(jnp.bfloat16)
 
         mine(divided[divided.shape[0] - 1] * of_request, one)
         mine(orphans[orphans.shape[0] - 1] * s.heads, nothing)

@@ -21,10 +21,8 @@ class Config:
     """How the kernels divide their work; results differ by rounding at most."""
 
     stages: int = 2  # pages in flight
-    lag: bool = False  # one consumer multiplies while the other is at the next block's softmax
-    cluster: int = 1  # tiles that share each page they read: 1, 2 or 4
     least_share: int = 4  # blocks a gang takes at least: fewer shares, less to merge
-    merge_together: int = 4  # partial results loaded at a time
+    merge_together: int = 8  # partial results loaded at a time
     multiprocessors: int = 132
 
     def __post_init__(self):
@@ -35,8 +33,6 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name}={value}: must be an integer from {low} to {high}")
-        if self.cluster not in (1, 2, 4):
-            raise ValueError(f"cluster={self.cluster}: must be 1, 2 or 4")
 
 
 @jax.tree_util.register_dataclass
@@ -129,8 +125,7 @@ def blocks_of(tokens):
 
 
 def tiles_and_gangs(heads: int, max_rows: int, requests: int, pages: int, config: Config):
-    """Tiles of a request, whole clusters of them, and gangs of so many blocks of threads."""
+    """Tiles of a request, and gangs of so many blocks of threads."""
     tiles = -(-max_rows * heads // TILE)
-    tiles = -(-tiles // config.cluster) * config.cluster
     blocks = requests * (pages + -(-max_rows // TILE))  # at most
     return tiles, max(1, min(config.multiprocessors // tiles, blocks))

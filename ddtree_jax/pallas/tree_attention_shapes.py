@@ -24,14 +24,12 @@ class Shapes(NamedTuple):
     heads: int
     d: int  # elements of a latent
     value: int  # of which values
-    tiles: int  # of a request, a multiple of the cluster
+    tiles: int  # of a request
     tree_blocks: int  # of a request
     gangs: int
     rows: int  # M
     pages: int  # of one layer of the pool
     stages: int
-    cluster: int
-    lag: bool
     masked: bool  # False: an upper bound for benchmarks, no tree and no lengths
     scale: float
     interpret: bool
@@ -65,13 +63,6 @@ def scratch_types(s: Shapes) -> dict:
     """Shared memory and barriers of the attend kernel."""
     smem, bf16, f32 = plgpu.SMEM, jnp.bfloat16, jnp.float32
 
-    def free(arrivals):
-        if s.cluster > 1:
-            return plgpu.ClusterBarrier(
-                collective_axes=("peer",), num_arrivals=arrivals, num_barriers=s.stages
-            )
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=s.stages)
-
     queries = smem((1, TILE, s.d), bf16, transforms=TILED)
     results = [smem((TILE, s.columns(wg)[1]), bf16, transforms=TILED) for wg in range(2)]
     weights = smem((s.stages, TILE, TILE), bf16, transforms=TILED)
@@ -82,9 +73,10 @@ def scratch_types(s: Shapes) -> dict:
         stats_s=smem((s.stages + 2, TILE), f32),
         q_full=plgpu.Barrier(num_arrivals=s.tile_rows),
         kv_full=plgpu.Barrier(num_barriers=(2, s.stages)),  # of each part of a page
-        kv_free=[free(1), free(2)],  # the first by the leader, the second by both
+        kv_free=[  # the first by the leader, the second by both
+            plgpu.Barrier(num_arrivals=n, num_barriers=s.stages) for n in (1, 2)
+        ],
         p_full=plgpu.Barrier(num_barriers=s.stages),
-        led=plgpu.Barrier(num_barriers=s.stages),  # the leader has the next block's scores
         total_full=plgpu.Barrier(),
         done=plgpu.Barrier(),  # warpgroup 1 has stored its part
         **(dict(p_s=weights) if s.separate_weights else {}),
@@ -146,7 +138,6 @@ class Tile(NamedTuple):
     s: Shapes
     gang: jax.Array
     index: jax.Array
-    leader: jax.Array  # the cluster's first tile
     first_node: jax.Array  # the tile's first tree row
     share: jax.Array  # blocks of a gang
     refs: SimpleNamespace  # all references of the kernel, by name
@@ -157,9 +148,7 @@ class Tile(NamedTuple):
 
         def one(r, t):
             seg = segment_of(requests, self.share, self.gang, r)
-            # All tiles of a cluster take part as long as one of them has rows.
-            busy = self.leader * self.s.tile_rows < seg.rows
-            seg = seg._replace(n=jnp.where(busy, seg.n, 0))
+            seg = seg._replace(n=jnp.where(self.first_node < seg.rows, seg.n, 0))
             pl.when(seg.n > 0)(lambda: work(seg, t))
             return t + seg.n
 

@@ -18,7 +18,6 @@ from ddtree_jax.pallas.tree_attention import Config, make_plan, shared_memory, t
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 from ddtree_jax.tree import chain
 
-LAG = dict(lag=True)
 SIZES = (1, 2, 7, 8, 9, 17, 31, 32, 33, 63, 64, 65, 128)
 
 
@@ -49,16 +48,15 @@ def agrees(case, value_size, config, max_rows=None, scale=0.1):
 def few(gangs: int, heads: int, width: int, **options) -> Config:
     """A config of a small device, so that short prefixes are divided too."""
     tiles = -(-width * heads // 64)
-    tiles += tiles % options.get("cluster", 1)
     return Config(multiprocessors=gangs * tiles, least_share=1, **options)
 
 
 FAST = [  # sizes, prefixes, kind, heads, latent, value, gangs, options
     ((2,), (130,), "chain", 64, 576, 512, 2, {}),
-    ((1, 1), (200, 0), "chain", 64, 192, 128, 1, LAG),
+    ((1, 1), (200, 0), "chain", 64, 192, 128, 1, {}),
     ((9, 3), (64, 63), "best-first", 8, 192, 128, 3, {}),
     ((33,), (1,), "comb", 8, 128, 128, 2, dict(stages=3)),
-    ((5, 1), (70, 3), "star", 16, 320, 192, 2, dict(lag=True)),
+    ((5, 1), (70, 3), "star", 16, 320, 192, 2, {}),
 ]
 
 
@@ -83,11 +81,11 @@ def test_padding_and_rows_of_nobody():
 
 VARIANTS = [
     (192, 128, {}),
-    (192, 128, LAG),
-    (128, 128, dict(lag=True, stages=3)),
-    (320, 192, dict(lag=True, merge_together=1)),
+    (192, 128, dict(merge_together=2)),
+    (128, 128, dict(stages=3)),
+    (320, 192, dict(merge_together=1)),
     (576, 512, {}),
-    (256, 192, dict(stages=4, cluster=2)),
+    (256, 192, dict(stages=4)),
 ]
 
 
@@ -201,7 +199,7 @@ def test_lowers_for_cuda_in_all_shapes(requests, context, width, heads):
 
 
 @pytest.mark.parametrize("d,value,options", [
-    (576, 512, LAG), (192, 192, dict(stages=5, cluster=2)),
+    (576, 512, dict(merge_together=16)), (192, 192, dict(stages=5)),
 ])  # fmt: skip
 def test_shared_memory_is_what_the_lowering_takes(monkeypatch, d, value, options):
     taken, measure = [], core._smem_tree_size
@@ -294,7 +292,7 @@ def test_refuses_inconsistent_arguments(place, value, match):
 
 
 @pytest.mark.parametrize("name,value", [
-    ("stages", 1), ("cluster", 3), ("least_share", 0), ("merge_together", 2.0),
+    ("stages", 1), ("least_share", 0), ("merge_together", 2.0),
     ("multiprocessors", True),
 ])  # fmt: skip
 def test_refuses_a_wrong_config(name, value):

@@ -22,15 +22,15 @@ pytestmark = pytest.mark.gpu
 # Requests, most rows, heads, latent, value, config; 20 draws each.
 SHAPES = [
     (1, 9, 64, 576, 512, Config()),
-    (4, 17, 64, 576, 512, Config(lag=True)),
-    (3, 33, 64, 576, 512, Config(lag=True)),
+    (4, 17, 64, 576, 512, Config()),
+    (3, 33, 64, 576, 512, Config()),
     (32, 1, 64, 576, 512, Config()),
-    (2, 65, 64, 576, 512, Config(cluster=2)),
+    (2, 65, 64, 576, 512, Config(merge_together=2)),
     (5, 128, 64, 576, 512, Config(merge_together=8)),
     (33, 9, 8, 576, 512, Config(least_share=1)),
-    (2, 128, 8, 576, 512, Config(lag=True, cluster=2)),
+    (2, 128, 8, 576, 512, Config(merge_together=16)),
     (7, 31, 32, 320, 192, Config(stages=4)),
-    (6, 40, 16, 192, 192, Config(stages=3, lag=True)),
+    (6, 40, 16, 192, 192, Config(stages=3)),
     (128, 2, 8, 576, 512, Config(least_share=8)),
 ]
 PAGES = 40  # of a request's table
