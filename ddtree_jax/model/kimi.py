@@ -89,8 +89,13 @@ class Kimi(nnx.Module):
 
         Taps are outputs of whole layers: transformers' `hidden_states[layer + 1]`, also for the
         last layer, where transformers would give the normed one.
+
+        Rows are summed up in float32 or wider: rounding them to bf16 after every layer makes of a
+        last-bit difference between two kernels one of a whole step, twice as many near-ties part.
         """
         x = self.embed(tokens)
+        dtype = x.dtype
+        x = x.astype(jnp.promote_types(dtype, jnp.float32))
         latents, taps, experts = [], {}, []
         valid = self.plan.all_rows(valid)  # once: only the experts ask
         for layer in self.layers:
@@ -101,9 +106,9 @@ class Kimi(nnx.Module):
             if chosen is not None:
                 experts.append(chosen)
             if layer.index in tap_layers:
-                taps[layer.index] = x
+                taps[layer.index] = x.astype(dtype)
         tapped = [taps[i] for i in tap_layers]
-        stacked = jnp.stack(tapped, axis=1) if tapped else x[:, None][:, :0]
+        stacked = jnp.stack(tapped, axis=1) if tapped else x[:, None][:, :0].astype(dtype)
         experts = jnp.stack(experts) if experts else None
         return Rows(self.norm(x), stacked, jnp.stack(latents), experts)
 

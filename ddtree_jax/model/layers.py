@@ -43,7 +43,7 @@ class Head(Linear):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, the mean in float32 or wider, as transformers rounds it."""
+    """x / rms(x) * weight in the weight's dtype, the mean in float32 or wider."""
 
     def __init__(self, size: int, eps: float, *, dtype):
         self.eps = eps
@@ -53,7 +53,7 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return weight.astype(x.dtype) * (wide * scale).astype(x.dtype)
+        return weight * (wide * scale).astype(weight.dtype)
 
 
 class MLP(nnx.Module):
