@@ -122,6 +122,24 @@ def _run(shapes, merging, queries, latents, pool, layer, block_tables, plan):
     return out, jnp.where(plan.owned[:, None], lse, -jnp.inf)
 
 
+def padded_attention(
+    queries: Float[Array, "m heads d"], *rows, **keywords
+) -> tuple[Float[Array, "m heads v"], Float[Array, "m heads"]]:
+    """`tree_attention` of a device's part of the heads, of which the kernel may want more.
+
+    Queries of zeros fill up: a tile works on 64 query rows, whether any are zeros or not.
+    """
+    heads = queries.shape[1]
+    queries = jnp.pad(queries, ((0, 0), (0, kernel_heads(heads) - heads), (0, 0)))
+    out, lse = tree_attention(queries, *rows, **keywords)
+    return out[:, :heads], lse[:, :heads]
+
+
+def kernel_heads(heads: int) -> int:
+    """The least number of heads that the kernel supports for so many; beyond its most, as given."""
+    return min((h for h in HEADS if h >= heads), default=heads)
+
+
 def attend(
     queries: Float[Array, "m heads d"],
     latents: Float[Array, "m d"],
@@ -148,7 +166,7 @@ def attend(
         return tree_attention_reference(*rows, **keywords)[0]
     return jax.lax.platform_dependent(
         *rows, plan,
-        cuda=lambda *rows: tree_attention(*rows[:-1], **keywords, plan=rows[-1])[0],
+        cuda=lambda *rows: padded_attention(*rows[:-1], **keywords, plan=rows[-1])[0],
         default=lambda *rows: tree_attention_reference(*rows[:-1], **keywords)[0],
     )  # fmt: skip
 
@@ -166,13 +184,14 @@ def plan_if_supported(
 ) -> Plan | None:
     """The plan of a pass, for all its layers; None where only the reference can serve.
 
-    That is: a shape or dtype that `check` refuses, and NVIDIA GPUs other than Hopper.
+    That is: a shape or dtype that `check` refuses once heads are padded, and NVIDIA GPUs other
+    than Hopper.
     """
     if jax.default_backend() == "gpu" and any(
         getattr(device, "compute_capability", None) != "9.0" for device in jax.local_devices()
     ):
         return None
-    m, d = ancestors.shape[0], pool.shape[3]
+    m, d, heads = ancestors.shape[0], pool.shape[3], kernel_heads(heads)
     shape, config = jax.ShapeDtypeStruct, best_config(heads, max_rows)
     queries, latents = shape((m, heads, d), pool.dtype), shape((m, d), pool.dtype)
     try:

@@ -14,7 +14,15 @@ from tiny import tiny_model
 
 import ddtree_jax as dd
 from ddtree_jax import step as steps
-from ddtree_jax.pallas.tree_attention import Config, make_plan, shared_memory, tree_attention
+from ddtree_jax.pallas.tree_attention import (
+    Config,
+    best_config,
+    make_plan,
+    padded_attention,
+    plan_if_supported,
+    shared_memory,
+    tree_attention,
+)
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 from ddtree_jax.tree import chain
 
@@ -28,11 +36,11 @@ def rounded(case):
     return arguments, type(case)(*values, *case.arguments[3:], case.lines)
 
 
-def agrees(case, value_size, config, max_rows=None, scale=0.1):
+def agrees(case, value_size, config, max_rows=None, scale=0.1, attention=tree_attention):
     """The kernels' results are the reference's and a float64 softmax's, without races."""
     arguments, case = rounded(case)
     keywords = dict(scale=scale, value_size=value_size, max_rows=max_rows)
-    found = tree_attention(*arguments, **keywords, config=config, interpret=True)
+    found = attention(*arguments, **keywords, config=config, interpret=True)
     assert not interpret_pallas_call.get_races().races_found
     reference = tree_attention_reference(*map(jnp.asarray, case.arguments), **keywords)
     for out, lse in (slow_softmax(case, scale, value_size), reference):
@@ -77,6 +85,18 @@ def test_padding_and_rows_of_nobody():
     )
     found = agrees(case, 128, few(2, 32, 6), max_rows=6)
     assert np.isfinite(found[0]).all() and (found[0][-3:] == 0).all()
+
+
+@pytest.mark.parametrize("heads", (4, *(pytest.param(h, marks=pytest.mark.slow) for h in (1, 11))))
+def test_other_heads_are_padded(heads):
+    """What a device has of 64 heads on 16, 64 and 6; by the plan that verify makes for them."""
+    case = make_case(np.random.default_rng(heads), (9, 3), (64, 63), 9, "best-first", heads, 192)
+    (_, _, pool, _, *place), _ = rounded(case)
+    sizes = dict(value_size=128, max_rows=9)
+    plan = plan_if_supported(pool, *place, heads=heads, **sizes)
+    attention = partial(padded_attention, plan=plan)
+    out, lse = agrees(case, 128, best_config(heads, 9), 9, attention=attention)
+    assert out.shape == (12, heads, 128) and lse.shape == (12, heads)
 
 
 VARIANTS = [
@@ -213,15 +233,15 @@ def test_shared_memory_is_what_the_lowering_takes(monkeypatch, d, value, options
     assert shared_memory(d, value, Config(**options)) in taken
 
 
-def wired_model():
+def wired_model(heads=8):
     """A tiny model in bf16 of a shape the kernels serve."""
-    return tiny_model("bfloat16", num_attention_heads=8, kv_lora_rank=128, qk_rope_head_dim=64)
+    return tiny_model("bfloat16", num_attention_heads=heads, kv_lora_rank=128, qk_rope_head_dim=64)
 
 
-@pytest.mark.parametrize("served", (True, False))
+@pytest.mark.parametrize("served", (8, 4, None))
 def test_steps_use_the_kernels_where_they_can(served):
-    """Lowered for CUDA: two calls for all layers, none in float32."""
-    model = wired_model() if served else tiny_model()
+    """Lowered for CUDA: two calls for all layers, with padded heads too; none in float32."""
+    model = wired_model(served) if served else tiny_model()
     state = dd.prefill(model, prompts_of((5, 40)), max_new_tokens=8)
     step = jax.jit(partial(dd.ddtree_step, speculation=dd.Speculation(10, 3)))
     text = step.trace(model.weights, state).lower(lowering_platforms=("cuda",)).as_text()

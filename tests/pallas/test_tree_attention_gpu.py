@@ -14,7 +14,7 @@ from attention_cases import KINDS, lines_of, parents
 import ddtree_jax as dd
 from benchmarks.prompts import load
 from ddtree_jax import step as steps
-from ddtree_jax.pallas.tree_attention import Config, tree_attention
+from ddtree_jax.pallas.tree_attention import Config, padded_attention, tree_attention
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 from ddtree_jax.tree import chain
 
@@ -32,6 +32,8 @@ SHAPES = [
     (7, 31, 32, 320, 192, Config(stages=4)),
     (6, 40, 16, 192, 192, Config(stages=3)),
     (128, 2, 8, 576, 512, Config(least_share=8)),
+    (5, 9, 4, 576, 512, Config()),
+    (3, 17, 11, 576, 512, Config(lag=True)),
 ]
 PAGES = 40  # of a request's table
 
@@ -80,7 +82,7 @@ def test_random_cases(requests, width, heads, d, value, config):
     """Relative error at most 1e-2 against float32, no NaN, and the same bits twice."""
     rng = np.random.default_rng([requests, width, heads])
     keywords = dict(scale=d**-0.5 * 2, value_size=value, max_rows=width)
-    attend = jax.jit(partial(tree_attention, **keywords, config=config))
+    attend = jax.jit(partial(padded_attention, **keywords, config=config))
     reference = jax.jit(partial(tree_attention_reference, **keywords))
     for _ in range(20):
         arguments = draw(rng, requests, width, heads, d)
