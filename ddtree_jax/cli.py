@@ -97,7 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-new-tokens", type=int, default=128)
     _model_options(command)
     command.add_argument(
-        "--json", action="store_true", help="one JSON object a prompt, and nothing else, on stdout"
+        "--json",
+        action="store_true",
+        help="decode all prompts as one batch; one JSON object a prompt, in order, and nothing "
+        "else, on stdout; tokens_per_second is of the prompt in the batch (without --json: one "
+        "prompt after another, text as it comes)",
     )
     command.set_defaults(run=_generate)
 
@@ -162,24 +166,27 @@ def _generate(options) -> int:
     model = _load(options)
     settings = (options.method, speculation, sampling, options.max_new_tokens)
     check_request(model, options.prompts, sampling, options.max_new_tokens)  # before any output
-    console, failed = Console(), False
-    for prompt in options.prompts:
-        done: list[Completion] = []
-        pieces = stream(model, prompt, *settings, done=done)
-        if options.json:
-            for _ in pieces:
-                pass
-            print(json.dumps(_as_json(done[0], options.method, options.budget)), flush=True)
-        else:
-            print(prompt, end="", flush=True)
-            for piece in pieces:
-                print(piece, end="", flush=True)
-            print("\n")
-            console.print(_summary([(options.method, done[0])]))
-        failed |= done[0].finish_reason == "error"
+    if options.json:
+        results = generate(model, options.prompts, *settings)
+        for done in results:
+            print(json.dumps(_as_json(done, options.method, options.budget)), flush=True)
+    else:
+        results = [_show(model, prompt, settings) for prompt in options.prompts]
+    failed = any(done.finish_reason == "error" for done in results)
     if failed:
         print("ddtree_jax: error: the target produced NaN", file=sys.stderr)
     return int(failed)
+
+
+def _show(model: Model, prompt: str, settings: tuple) -> Completion:
+    """Print a prompt, its text as it comes, and a table of how it came."""
+    done: list[Completion] = []
+    print(prompt, end="", flush=True)
+    for piece in stream(model, prompt, *settings, done=done):
+        print(piece, end="", flush=True)
+    print("\n")
+    Console().print(_summary([(settings[0], done[0])]))
+    return done[0]
 
 
 def _as_json(done: Completion, method: str, budget: int) -> dict:

@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 import ddtree_jax as dd
+from ddtree_jax import cli
 from ddtree_jax.cli import _summary, main
 from ddtree_jax.generate import METHODS, Completion
 from ddtree_jax.shards import INDEX
@@ -87,6 +88,22 @@ def test_json(lines, model):
         assert o["accept_length"] == 1.0
         assert o["verify_passes"] == len(o["tokens"]) - 1
     assert len({o["text"] for o in found["ddtree"]}) > 1
+
+
+def test_json_is_one_batch(lines, monkeypatch):
+    """Devices that split requests have work; a prompt says what it says alone, stops included."""
+    batches = []
+    monkeypatch.setattr(cli, "generate", lambda *a: batches.append(a[1]) or dd.generate(*a))
+    drawn = "--temperature", 1, "--seed", 3
+    alone = [lines(prompt, *drawn)[0] for prompt in PROMPTS]
+    stop = alone[1]["text"][3]
+    alone = [lines(prompt, *drawn, "--stop", stop)[0] for prompt in PROMPTS]
+    batches.clear()
+    found = lines(*PROMPTS, *drawn, "--stop", stop)
+    assert batches == [list(PROMPTS)]
+    for a, b in zip(alone, found, strict=True):
+        assert a | {"tokens_per_second": b["tokens_per_second"]} == b
+    assert len(found[1]["text"]) <= 3 and found[1]["finish_reason"] == "stop"
 
 
 def test_json_in_a_process_of_its_own(folder, lines):
@@ -164,8 +181,6 @@ def test_options_are_honoured(lines, model):
 
 @pytest.mark.parametrize("name", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_dtype(command, monkeypatch, name):
-    from ddtree_jax import cli
-
     seen = []
 
     def load(*arguments, **options):
