@@ -26,13 +26,16 @@ SMALL_DRAFTER = replace(
 )
 
 
-def write_checkpoint(folder: Path) -> Path:
-    """Target in shards, `dflash/` and `tiktoken.model` in `folder`, as published."""
-    target = Kimi(SMALL_TARGET, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+def write_checkpoint(folder: Path, **changes) -> Path:
+    """Target in shards, `dflash/` and `tiktoken.model` in `folder`, as published.
+
+    `changes` are fields of the target.
+    """
+    config = replace(SMALL_TARGET, **changes)
+    target = Kimi(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     drafter = DFlash(SMALL_DRAFTER, rngs=nnx.Rngs(1), dtype=jnp.bfloat16)
     leaves = [tuple(jax.tree.leaves(nnx.state(m))) for m in (target, drafter)]
-    published = published_config(SMALL_TARGET)
-    save_target(folder, SMALL_TARGET, published, leaves[0], shard_bytes=120_000)
+    save_target(folder, config, published_config(config), leaves[0], shard_bytes=120_000)
     save_drafter(
         folder / "dflash", SMALL_DRAFTER, published_drafter_config(SMALL_DRAFTER), leaves[1]
     )

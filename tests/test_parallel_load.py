@@ -37,6 +37,16 @@ def test_leaves_are_those_of_one_device(folder, plan, count):
     compare(place_weights(alone.weights, make_plan(plan, mesh_of(count))), many.weights)
 
 
+@pytest.mark.slow
+def test_groups_that_do_not_divide(tmp_path):
+    """Three groups of 32 on two devices: the second has one, and one of zeros."""
+    folder, plan = write_checkpoint(tmp_path, moe_intermediate_size=96), "tensor"
+    alone, many = dd.load(folder), dd.load(folder, mesh=mesh_of(2), plan=plan)
+    compare(place_weights(alone.weights, make_plan(plan, mesh_of(2))), many.weights)
+    wanted, found = (dd.generate(m, ["the thing", "x"], max_new_tokens=12) for m in (alone, many))
+    assert [w.tokens for w in wanted] == [f.tokens for f in found]
+
+
 def test_width_is_split_by_groups():
     plan = make_plan("tensor", mesh_of(4))
     alone = dd.load("kimi-nano")
