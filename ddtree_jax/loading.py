@@ -13,7 +13,7 @@ from ddtree_jax.checkpoint import load_drafter, load_target
 from ddtree_jax.checks import show
 from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.processes import check_agreement
-from ddtree_jax.sharding import make_plan, placed_leaves
+from ddtree_jax.sharding import check_mesh, make_plan, placed_leaves
 from ddtree_jax.state import Weights
 from ddtree_jax.tokenizer import RANKS, Tokenizer
 
@@ -64,7 +64,10 @@ def load(
         raise ValueError(f"mesh={show(mesh)}: must be a jax.sharding.Mesh of devices")
     wanted, plan = plan, make_plan(plan, mesh)
     if mesh is None and wanted != "expert":
-        raise ValueError(f"plan={wanted!r}: without a mesh only the default 'expert' is accepted")
+        raise ValueError(
+            f"plan={wanted!r}: without a mesh (on the command line --devices) only the default "
+            "'expert' is accepted"
+        )
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
@@ -82,7 +85,9 @@ def load(
 
     def place(config):  # before a weight of it is read
         fields = {f"{type(config).__name__}.{name}": v for name, v in vars(config).items()}
-        check_agreement(**fields, drafter=drafts, plan=plan.name, dtype=dtype)
+        where = [d.id for d in plan.mesh.devices.flat]  # the same device has one id on all
+        check_agreement(**fields, drafter=drafts, plan=plan.name, dtype=dtype, mesh=where)
+        check_mesh(plan.mesh)
         return placed_leaves(plan, config, dtype)
 
     placed = None if mesh is None else place

@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 
 import jax
+import jaxlib
 from jax._src.distributed import global_state as joined  # its store has no public name
 
 from ddtree_jax._version import __version__
@@ -130,7 +131,11 @@ def check_agreement(timeout: int = _DAY, **values) -> None:
     """
     if count() == 1:
         return
-    values |= {"ddtree_jax": __version__, "jax": jax.__version__}
+    values |= {
+        "ddtree_jax": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,  # compiles, and may be another than jax's
+    }
     mine = {
         name: [hashlib.sha256(repr(value).encode()).hexdigest(), show(value)]
         for name, value in values.items()

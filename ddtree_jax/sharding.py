@@ -76,6 +76,16 @@ def make_plan(name: str, mesh: Mesh | AbstractMesh | None) -> Plan:
     return Plan(name, mesh)
 
 
+def check_mesh(mesh: Mesh) -> None:
+    """Raise ValueError naming a process that has no device of the mesh."""
+    absent = set(range(jax.process_count())) - {d.process_index for d in mesh.devices.flat}
+    if absent:
+        raise ValueError(
+            f"mesh of {mesh.size} devices: none is of process {min(absent)}, and all "
+            f"{jax.process_count()} processes must take part"
+        )
+
+
 def check_plan(plan: Plan, config: KimiConfig) -> None:
     """Raise ValueError naming what of the target has fewer parts than the plan has devices."""
     for logical, field in (

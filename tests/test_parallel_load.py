@@ -131,7 +131,7 @@ def test_what_processes_compare(folder, monkeypatch):
     model = dd.load(folder, mesh=mesh_of(2))
     for config, values in zip((model.config, model.drafter_config), compared[:2], strict=True):
         fields = {f"{type(config).__name__}.{name}": v for name, v in vars(config).items()}
-        assert values == fields | dict(drafter=True, plan="expert", dtype="float32")
+        assert values == fields | dict(drafter=True, plan="expert", dtype="float32", mesh=[0, 1])
     assert [*compared[2]] == ["tiktoken.model"]
 
     class Enough(Exception):
@@ -174,6 +174,12 @@ def test_command_line(capsys):
     assert said("--devices", "2", "--plan", "tensor") == said()
 
 
+def test_all_processes_have_devices(folder, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    said = "mesh of 4 devices: none is of process 1, and all 2 processes must take part"
+    refused(said, dd.load, folder, mesh=mesh_of(4))
+
+
 def test_bad_input(folder, capsys):
     refused("mesh='all': must be a jax.sharding.Mesh", dd.load, folder, mesh="all")
     refused("plan='pipeline': must be one of", dd.load, folder, mesh=mesh_of(2), plan="pipeline")
@@ -184,5 +190,7 @@ def test_bad_input(folder, capsys):
     refused("num_attention_heads=2 gives 2 parts", dd.load, folder, mesh=mesh_of(8))
     refused("devices=0: must be 1 or greater", make_mesh, 0)
     refused("devices=9: only 8 here", make_mesh, 9)
+    assert main(["generate", PROMPT, "--plan", "data"]) == 2
+    assert "plan='data': without a mesh (on the command line --devices)" in capsys.readouterr().err
     assert main(["generate", PROMPT, "--devices", "9"]) == 2
     assert "devices=9" in capsys.readouterr().err

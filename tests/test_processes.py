@@ -15,13 +15,19 @@ import pytest
 from checkpoint import write_checkpoint
 from refusal import refused
 
+import ddtree_jax as dd
 from ddtree_jax import cli, processes
 from ddtree_jax.tokenizer import RANKS
+
+RAGGED = ("the thing", "x", "in the thing " * 9, "你好, \n world", "ing")
+NEW = "24"  # tokens of each
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    """Heads and experts for four devices; five groups of width, which divide by none."""
+    changes = dict(num_attention_heads=4, moe_intermediate_size=160)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), **changes)
 
 
 def free_port() -> int:
@@ -30,10 +36,10 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def command(folder, *options):
+def command(folder, *options, prompts=("the thing",)):
     """One process with the command line."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    words = ["generate", "the thing", "--model", str(folder), "--dtype", "float32"]
+    words = ["generate", *prompts, "--model", str(folder), "--dtype", "float32"]
     return subprocess.Popen(
         [sys.executable, "-m", "ddtree_jax", *words, "--temperature", "1", *options],
         env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -41,7 +47,7 @@ def command(folder, *options):
 
 
 @contextmanager
-def group(folder, count, devices, *options, last=()):
+def group(folder, count, devices, *options, last=(), **how):
     """`count` processes, `devices` in all; the last one may have options of its own."""
     where = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
     where += ["--devices", str(devices), *options]
@@ -49,29 +55,50 @@ def group(folder, count, devices, *options, last=()):
     with ExitStack() as stack:
         started = []
         for i in range(count):
-            process = command(folder, *where, *own[i], "--process", str(i))
+            process = command(folder, *where, *own[i], "--process", str(i), **how)
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
         yield started
 
 
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process writes to ragged prompts, and a stop string that ends just one of them."""
+    model = dd.load(folder, dtype="float32")
+
+    def said(*stop):
+        sampling = dd.Sampling(1.0, stop=stop)
+        return dd.generate(model, RAGGED, sampling=sampling, max_new_tokens=int(NEW))
+
+    texts = [done.text for done in said()]
+    others = set("".join(texts[:3] + texts[4:]))
+    stop = next(c for c in texts[3][4:] if c.isascii() and c.isprintable() and c not in others)
+    wanted = said(stop)
+    assert wanted[3].finish_reason == "stop" and 4 <= len(wanted[3].text) < len(texts[3])
+    assert [w.text == text for w, text in zip(wanted, texts, strict=True)].count(False) == 1
+    return stop, [(done.text, done.tokens, done.finish_reason) for done in wanted]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "count,devices,plan", [(2, 2, "expert"), (2, 4, "data"), (4, 4, "data"), (2, 2, "tensor")]
-)
-def test_the_same_tokens(folder, count, devices, plan):
-    """And nothing but them on any output, though the libraries below write what they like."""
-    short = "--json", "--max-new-tokens", "8"
-    if plan == "tensor":  # the small checkpoint's experts have one group of width
-        folder = "kimi-nano"
-    with command(folder, *short) as alone:
-        wanted = json.loads(alone.communicate(timeout=120)[0])["tokens"]
-    with group(folder, count, devices, "--plan", plan, *short) as started:
+    "count,devices,plan",
+    [(2, 2, "expert"), (2, 4, "tensor"), (2, 4, "data"),
+     (4, 4, "expert"), (4, 4, "tensor"), (4, 4, "data")],
+)  # fmt: skip
+def test_the_same_tokens(folder, alone, count, devices, plan):
+    """And nothing but them on any output, though the libraries below write what they like.
+
+    Five prompts: `data` has live requests in every process.
+    """
+    stop, wanted = alone
+    words = "--json", "--max-new-tokens", NEW, f"--stop={stop}", "--plan", plan
+    with group(folder, count, devices, *words, prompts=RAGGED) as started:
         both = [p.communicate(timeout=300) for p in started]
     assert [p.returncode for p in started] == [0] * count, both
-    said = [out for out, _ in both]
-    assert json.loads(said[0])["tokens"] == wanted and not any(said[1:])
+    said = [[json.loads(line) for line in out.splitlines()] for out, _ in both]
+    assert [(o["text"], o["tokens"], o["finish_reason"]) for o in said[0]] == wanted
+    assert not any(out for out, _ in both[1:])
 
 
 def copy_of(folder, to, leave_out=(), **config):
@@ -228,7 +255,7 @@ def among(monkeypatch):
 VALUES = dict(plan="expert", seed=3, prompts=["a" * 1000])
 
 
-@pytest.mark.parametrize("name", (*VALUES, "ddtree_jax", "jax"))
+@pytest.mark.parametrize("name", (*VALUES, "ddtree_jax", "jax", "jaxlib"))
 def test_every_value_is_compared(among, name):
     """Versions too, and the middle of what is too long to show."""
 
