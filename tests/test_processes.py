@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -43,6 +44,15 @@ def command(folder, *options, prompts=("the thing",)):
     return subprocess.Popen(
         [sys.executable, "-m", "ddtree_jax", *words, "--temperature", "1", *options],
         env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def script(text, *arguments):
+    """One process with a script of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", text, *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -170,22 +180,108 @@ def test_an_error_of_one_ends_all(folder, tmp_path, bad):
     assert first[0] == 2 and f"process 1 ended: {said}" in first[1], first
 
 
+def wait_for(stream, word):
+    """Read until the word is there."""
+    shown = ""
+    while word not in shown:
+        assert (piece := stream.read(1)), shown
+        shown += piece
+
+
+# What jax, or gloo below it, says of a process that is no longer there.
+GONE = re.compile(
+    "Connection (closed|reset) by peer|stopped sending heartbeats|leader task was preempted/died"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "count,plan,victim,while_",
+    [(2, "expert", 0, "decoding"), (2, "expert", 1, "decoding"), (4, "data", 2, "decoding"),
+     (2, "tensor", 1, "prefilling")],
+)  # fmt: skip
+def test_a_killed_process_ends_the_others(folder, count, plan, victim, while_):
+    """All of them, within a minute, and they say that it is gone."""
+    words = "--method", "autoregressive", "--max-new-tokens", "200", "--plan", plan
+    with group(folder, count, count, *words, prompts=("the thing",)) as started:
+        if while_ == "decoding":  # it has begun to write, and has far to go
+            wait_for(started[0].stdout, "the thing")
+            assert started[0].stdout.read(1)
+        else:  # gloo says so when the first program with a collective runs
+            wait_for(started[0].stderr, "[Gloo] Rank 0 is connected")
+        assert all(process.poll() is None for process in started)
+        started.pop(victim).kill()
+        for status, errors in ends(started):
+            assert status != 0 and GONE.search(errors), (status, errors)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", (0, 1))
-def test_a_killed_process_ends_the_others(folder, victim):
-    """In the middle of decoding: the first process has begun to write, and has far to go."""
-    words = "--method", "autoregressive", "--max-new-tokens", "250"
-    with group(folder, 2, 2, *words) as started:
-        shown = ""
-        while len(shown) <= len("the thing"):
-            assert (piece := started[0].stdout.read(1)), started[0].communicate()
-            shown += piece
-        started[victim].kill()
-        other = started[1 - victim]
+def test_a_process_killed_in_loading_ends_the_other(folder, victim):
+    """It has joined, and said nothing yet of what it runs: the other waits for that."""
+    where = f"127.0.0.1:{free_port()}"
+    options = "--coordinator", where, "--processes", "2", "--devices", "2", "--process"
+    with ExitStack() as stack:
+        started = []
+        for start in (
+            lambda: command(folder, *options, str(1 - victim)),
+            lambda: script(JOINS, where, str(victim)),
+        ):
+            started.append(stack.enter_context(start()))
+            stack.callback(started[-1].kill)
+        other, killed = started
+        wait_for(killed.stdout, "joined")
         assert other.poll() is None
+        killed.kill()
         ((status, errors),) = ends([other])
-    assert status != 0 and "rror" in errors, (status, errors)
+    assert status != 0 and GONE.search(errors), (status, errors)
+
+
+JOINS = """
+import sys, time
+from ddtree_jax import processes
+processes.start(sys.argv[1], 2, int(sys.argv[2]))
+print("joined", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "devices,said",
+    [
+        ("jax.local_devices()", "the 2 processes differ in mesh (mesh: ["),
+        ("jax.devices()[:1]", "mesh of 1 devices: none is of process 1"),
+    ],
+    ids=("own", "first"),
+)
+def test_meshes_that_leave_one_out_are_refused(folder, devices, said):
+    """From Python; by all, also where each has a mesh that would do for it alone."""
+    where = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(script(LOADS % devices, where, str(i), str(folder)))
+            for i in range(2)
+        ]
+        for status, errors in ends(started):
+            assert status == 2 and said in errors, errors
+
+
+LOADS = """
+import sys
+import jax
+import ddtree_jax as dd
+from ddtree_jax import processes
+try:
+    processes.start(sys.argv[1], 2, int(sys.argv[2]))
+    dd.load(sys.argv[3], mesh=jax.sharding.Mesh(%s, ("devices",)))
+except ValueError as error:
+    print(error, file=sys.stderr)
+    processes.leave(error, 2)
+"""
 
 
 @pytest.mark.timeout(60)
@@ -197,13 +293,7 @@ def test_others_that_do_not_come():
             (1, free_port(), "is process 0 running"),
             (1, silent.getsockname()[1], "is process 0 running"),
         ]
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", START, str(port), str(process)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for process, port, _ in cases
-        ]  # fmt: skip
+        started = [script(START, str(port), str(process)) for process, port, _ in cases]
         for one, (process, port, check) in zip(started, cases, strict=True):
             said, errors = one.communicate(timeout=50)
             wanted = f"coordinator 127.0.0.1:{port}: process {process} did not meet the others"
