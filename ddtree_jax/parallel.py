@@ -7,9 +7,11 @@ decisions change hands, they ask the plan; on one device every method returns wh
 
 Decisions are taken on whole vocabulary rows. The head is split over the vocabulary, so its logits
 are first exchanged: each device trades its columns of all rows for all columns of its share of the
-rows (`share`), decides there as one device would, and all learn the decisions (`gather`). No
-decision rests on a sum that was made in parts, noise and filters know nothing of devices, and all
-devices hold the same tokens because one of them made each.
+rows (`share`), decides there as one device would, and all learn the decisions (`gather`). Noise and
+filters know nothing of devices, and all devices hold the same tokens because one of them made each.
+
+The router alone is asked by every device for itself, about rows that were summed over devices: all
+choose the same experts because an all-reduce or all-gather leaves the same bits on each.
 """
 
 from dataclasses import dataclass, replace

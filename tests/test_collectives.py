@@ -27,10 +27,11 @@ def F32(*shape):
     return (("f32", shape),)
 
 
-def found_in(plan, target, drafter, method, compiled, requests=8):
+def found_in(plan, target, drafter, method, compiled, requests=8, acceptance="coupled"):
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     plan = make_plan(plan, mesh)
-    method = Method(method, dd.Speculation(), abstract_weights(plan, target, drafter, "float32"))
+    speculation = dd.Speculation(acceptance=acceptance)
+    method = Method(method, speculation, abstract_weights(plan, target, drafter, "float32"))
     program = lowered_decode(plan, target, drafter, method, requests, 1, "float32")
     return collectives((program.compile() if compiled else program).as_text())
 
@@ -64,6 +65,29 @@ def test_collectives_of_a_layer(plan):
     layers = {said: SMALL.num_moe_layers * count for said, count in MOE[plan].items()}
     wanted = Counter(OWN if plan == "data" else REST) + Counter(layers)
     assert table(found_in(plan, SMALL, OVER, "ddtree", True)) == wanted
+
+
+@pytest.mark.parametrize(
+    "method,acceptance,traded,told",
+    [
+        ("autoregressive", "coupled", 1, 1),
+        ("ddtree", "rejection", 2, 5),
+        pytest.param("dflash", "coupled", 2, 3, marks=pytest.mark.slow),
+        pytest.param("dflash", "rejection", 2, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_decisions_of_other_methods(method, acceptance, traded, told):
+    """docs/distributed.md gives these numbers; and an all-reduce for each embedding."""
+    found = Counter()
+    for (op, _), count in table(
+        found_in("expert", SMALL, OVER, method, False, acceptance=acceptance)
+    ).items():
+        found[op] += count
+    layers, embeddings = SMALL.num_hidden_layers, 1
+    if method != "autoregressive":
+        layers, embeddings = layers + OVER.num_hidden_layers, 2
+    sums = 2 * layers + embeddings
+    assert found == {"all-reduce": sums, "all-to-all": traded, "all-gather": told}
 
 
 def test_one_device_says_nothing():
