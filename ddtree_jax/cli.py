@@ -181,8 +181,9 @@ def _generate(options) -> int:
 def _show(model: Model, prompt: str, settings: tuple) -> Completion:
     """Print a prompt, its text as it comes, and a table of how it came."""
     done: list[Completion] = []
+    pieces = stream(model, prompt, *settings, done=done)  # refuses before any output
     print(prompt, end="", flush=True)
-    for piece in stream(model, prompt, *settings, done=done):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print("\n")
     Console().print(_summary([(settings[0], done[0])]))

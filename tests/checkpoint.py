@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from tiny import DRAFTER, TARGET
+from tiny import DRAFTER, TARGET, draw_int4
 
 from ddtree_jax.checkpoint import save_drafter, save_target
 from ddtree_jax.model.dflash import DFlash
@@ -33,6 +33,7 @@ def write_checkpoint(folder: Path, **changes) -> Path:
     """
     config = replace(SMALL_TARGET, **changes)
     target = Kimi(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    draw_int4(target.experts, 0)
     drafter = DFlash(SMALL_DRAFTER, rngs=nnx.Rngs(1), dtype=jnp.bfloat16)
     leaves = [tuple(jax.tree.leaves(nnx.state(m))) for m in (target, drafter)]
     save_target(folder, config, published_config(config), leaves[0], shard_bytes=120_000)

@@ -8,12 +8,14 @@ from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ddtree_jax.config import DFlashConfig, KimiConfig, Yarn
 from ddtree_jax.loading import Model
 from ddtree_jax.model.dflash import DFlash
 from ddtree_jax.model.kimi import Kimi
+from ddtree_jax.model.moe import Experts
 from ddtree_jax.state import Weights
 
 TARGET = KimiConfig(
@@ -38,6 +40,20 @@ def tiny_model(dtype: str = "float32", seed: int = 0, **changes) -> Model:
     """Random weights with logits peaked enough that a drafter agrees now and then."""
     config = replace(TARGET, **changes)
     target = Kimi(config, rngs=nnx.Rngs(seed), dtype=jnp.dtype(dtype))
+    draw_int4(target.experts, seed)
     drafter = DFlash(DRAFTER, rngs=nnx.Rngs(seed + 1), dtype=jnp.dtype(dtype))
     leaves = [tuple(jax.tree.leaves(nnx.state(m))) for m in (target, drafter)]
     return Model(Weights(*leaves, config, DRAFTER, dtype), None, "tiny")
+
+
+def draw_int4(experts: Experts | None, seed: int) -> None:
+    """Values for quantized experts, which begin as zeros, about as large as dense ones have."""
+    if experts is None or not experts.quantized:
+        return
+    rng = np.random.default_rng(seed)
+    for name in ("gate", "up", "down"):
+        words, scales = (getattr(experts, f"{name}_{part}") for part in ("words", "scales"))
+        spread = 4.6 * (8 * words.shape[-1]) ** 0.5  # of sixteen values, and of all inputs
+        drawn = rng.integers(-(2**31), 2**31, words.shape), rng.uniform(0.5, 1.5, scales.shape)
+        words[...] = jnp.asarray(drawn[0].astype(np.int32))
+        scales[...] = jnp.asarray(drawn[1] / spread, scales.dtype)
