@@ -177,11 +177,25 @@ def markdown(heads: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, rule, *rows))
 
 
+def experts(result: dict) -> str:
+    """The routed layer by rows: time, the time to read the touched experts, and their ratio."""
+    rows = []
+    for p in sorted(result["points"], key=lambda p: (-p["expert_width"], p["routing"], p["rows"])):
+        name = f"{p['expert_width']}, {p['routing']}"
+        figures = f"{p['us']:,.0f}", f"{p['limit_us']:,.0f}", f"{p['share']:.2f}"
+        rows.append(
+            [name, str(p["rows"]), f"{p['distinct_experts']:.0f}", *figures, f"{p['tflops']:.0f}"]
+        )
+    heads = ["width, routing", "rows", "experts", "us", "us to read them", "share", "TFLOP/s"]
+    return markdown(heads, rows)
+
+
 TABLES = {
     "acceptance": ("acceptance", acceptance),
     "acceptance_grid": ("acceptance", acceptance_grid),
     "sampling": ("sampling", sampling),
     "calibration": ("calibration", calibration),
+    "experts": ("expert_matmul", experts),
     "sweep": ("sweep", sweep),
 }
 

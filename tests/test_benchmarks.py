@@ -188,6 +188,11 @@ def results(tmp_path):
         {"variant": v, "budget": b, "top_k": 8, "accept_length": i + b / 10}
         for i, v in enumerate(variants) for b in (8, 16)
     ]  # fmt: skip
+    layers = [
+        {"expert_width": 2048, "routing": "uniform", "rows": 9, "distinct_experts": 66.8,
+         "us": 1460.8, "limit_us": 1168.3, "share": 0.7998, "tflops": 13.8}
+    ]  # fmt: skip
+    results_file.write(tmp_path / "expert_matmul.json", {}, layers, [])
     summary = {"scale_depth_1": 1.0, "scale_depth_2": 0.7}
     results_file.write(tmp_path / "calibration.json", summary, points, [])
     return tmp_path
@@ -256,6 +261,7 @@ def test_tables(results, capsys):
     assert "| code | T = 1 | 1.10 | 2.10 | 3.10 | 4.10 | 5.10 |" in printed
     assert "| code | 16 | 16.50 | 8.50 |" in printed
     assert "| scaled by a fitted b (1, 0.7) | 1.80 | 2.60 |" in printed
+    assert "| 2048, uniform | 9 | 67 | 1,461 | 1,168 | 0.80 | 14 |" in printed
     assert printed.endswith(
         "<!-- table: sweep -->\n"
         "| prompts | requests | plain | tree 8/4 |\n"
@@ -266,7 +272,7 @@ def test_tables(results, capsys):
     )
 
 
-@pytest.mark.parametrize("page", ("README.md", "docs/sampling.md"))
+@pytest.mark.parametrize("page", ("README.md", "docs/sampling.md", "docs/experts.md"))
 def test_pages_show_the_committed_results(page):
     assert tables.main(["--check", str(results_file.RESULTS.parents[1] / page)]) == 0
 
