@@ -121,7 +121,7 @@ def test_near_ties_are_rare(model):
     compared = ties = 0
     for temperature in (0.0, 1.0):
         for mix in MIXES:
-            count = 12 if mix.endswith("short") else 2
+            count = 9 if mix.endswith("short") else 2
             found = compare(model, load(mix, count), temperature, 64, SETTINGS)
             compared, ties = compared + found[0], ties + found[1]
     assert compared > 10_000 and ties * 10_000 <= compared
