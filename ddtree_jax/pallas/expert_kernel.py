@@ -26,7 +26,7 @@ from jaxtyping import Array, BFloat16, Int32
 
 from ddtree_jax.pallas.expert_config import ExpertConfig
 from ddtree_jax.pallas.expert_multiply import INLINE, MASK, STOCK, Functions, zeros
-from ddtree_jax.pallas.expert_schedule import dealt_item, schedule
+from ddtree_jax.pallas.expert_schedule import MAX_PARTS, dealt_item, schedule
 from ddtree_jax.pallas.expert_weights import BLOCK, DEPTH, ROWS, Records, stack_shape
 from ddtree_jax.pallas.expert_work import Rows, Work
 
@@ -260,13 +260,20 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
                     r = i * wgs + wg
 
                     def with_parts():
-                        def add(p, sums):
-                            part = halves(parts_g.at[cta + p, r])
-                            return tuple(a + b for a, b in zip(sums, part, strict=True))
+                        def add(sums):
+                            """In their order, but all read at once: each is a trip to memory."""
+                            at = [jnp.minimum(p, found.parts) for p in range(1, MAX_PARTS + 1)]
+                            for p, part in enumerate([halves(parts_g.at[cta + i, r]) for i in at]):
+                                there = p < found.parts
+                                sums = tuple(
+                                    jnp.where(there, a + b, a)
+                                    for a, b in zip(sums, part, strict=True)
+                                )
+                            return sums
 
                         sums, row = halves(staging.at[r]), first + start + r
                         if shared:
-                            sums = lax.fori_loop(1, found.parts + 1, add, sums)
+                            sums = lax.cond(found.parts > 0, add, lambda sums: sums, sums)
                         finish(sums, outs_g, row, tile, (pair_g[row], share_g[row]))
 
                     def as_part():

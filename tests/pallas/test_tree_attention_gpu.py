@@ -33,7 +33,7 @@ SHAPES = [
     (6, 40, 16, 192, 192, Config(stages=3)),
     (128, 2, 8, 576, 512, Config(least_share=8)),
     (5, 9, 4, 576, 512, Config()),
-    (3, 17, 11, 576, 512, Config(lag=True)),
+    (3, 17, 11, 576, 512, Config()),
 ]
 PAGES = 40  # of a request's table
 
