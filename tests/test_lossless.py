@@ -121,17 +121,18 @@ def test_pairwise(monkeypatch, method, block, budget, lengths, knowing):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "block,lengths",
-    [(block, batch(count, i)) for i, block in enumerate(BLOCKS) for count in COUNTS],
-    ids=str,
-)  # with all batches for every block it takes a quarter of an hour more
-def test_full_product(monkeypatch, block, lengths):
-    with monkeypatch.context() as patch:
-        check(patch, block, 0, lengths, knowing=len(lengths) % 2 == 0, method="dflash")
-    for index, budget in enumerate(BUDGETS):
-        with monkeypatch.context() as patch:
-            check(patch, block, budget, lengths, knowing=(index + block + len(lengths)) % 2 == 0)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_full_product(monkeypatch, block, count):
+    """Every prompt length in every number of requests; batches of a number share their programs."""
+    for index, budget in enumerate((None, *BUDGETS)):
+        for turn, lengths in enumerate(BATCHES[count]):
+            knowing = (index + turn + block + count) % 2 == 0
+            with monkeypatch.context() as patch:
+                if budget is None:
+                    check(patch, block, 0, lengths, knowing, method="dflash")
+                else:
+                    check(patch, block, budget, lengths, knowing)
 
 
 def test_alone_or_in_any_batch():
