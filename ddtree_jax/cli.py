@@ -22,10 +22,9 @@ from ddtree_jax.prefill import check_request
 from ddtree_jax.sharding import make_mesh
 
 DEMO_PROMPTS = (
-    "def fibonacci(n):\n",
-    "import os\n\n\nclass FileReader:\n    def __init__(self, path):\n",
-    "The Transmission Control Protocol (TCP)\n\nTCP is one of the main protocols of the Internet. "
-    "It provides reliable, ordered delivery of a stream of bytes between",
+    "def read_lines(path):\n    with open(path) as f:\n",
+    'class Node:\n    """A node of a tree."""\n\n    def __init__(self, value, parent=None):\n',
+    "Usage\n=====\n\nTo read a file, call",
 )
 
 
