@@ -61,12 +61,11 @@ def coupled_tokens(
     barred: Bool[Array, "r n"],
     vocab: int,
 ) -> Int[Array, "r n"]:
-    """The token the target chooses after every node; -1 where it produced NaN."""
+    """The token the target chooses after every node; -1 where `are_broken`."""
 
     def choice(logits, noise, law, stop_ids, _, barred):
-        broken = jnp.isnan(logits).any(axis=-1)
         log_p = log_law(bar_stops(logits, stop_ids, barred), law)
-        return choose(perturbed(log_p, noise, law), broken)
+        return choose(perturbed(log_p, noise, law), are_broken(logits))
 
     requests, rows = (law, stop_ids), (positions, barred)
     return _by_rows(plan, choice, logits, noise, requests, rows, vocab, True)
@@ -101,13 +100,13 @@ def drawn_chain(
 ) -> tuple[Float[Array, "own l v"], Tree]:
     """A chain drawn from the drafter's own law at every position, and that law for the requests
     that this device decides."""
-    requests, coins = logits.shape[0], keyed_coins(law, positions, 3)
-    logits, (law, coins) = plan.share(logits, vocab), plan.own((law, coins))
+    requests, depths = logits.shape[:2]
+    logits, (law, positions) = plan.share(logits, vocab), plan.own((law, positions))
     greedy, log_q = law.temperature <= 0, log_law(logits, law)
-    q = jnp.stack([distribution(log_q[:, d], greedy) for d in range(logits.shape[1])], axis=1)
-    tokens = jnp.stack([draw(q[:, d], coins[:, d]) for d in range(logits.shape[1])], axis=1)
-    sound = ~jnp.isnan(logits).any(axis=-1)
-    drafted = jnp.cumprod(sound.astype(jnp.int32), axis=1).sum(axis=1)
+    q = jnp.stack([distribution(log_q[:, d], greedy) for d in range(depths)], axis=1)
+    noise = keyed_noise(law, positions, vocab, stream=3)
+    tokens = jnp.stack([draw(q[:, d], noise[:, d]) for d in range(depths)], axis=1)
+    drafted = jnp.cumprod((~are_broken(logits)).astype(jnp.int32), axis=1).sum(axis=1)
     return q, chain(root, *plan.gather((tokens, drafted), requests), active)
 
 
@@ -122,15 +121,25 @@ def rejection_walk(
     q: Float[Array, "own l v"] | None,
     vocab: int,
 ) -> tuple[Int[Array, "r path"], Int[Array, " r"], Int[Array, " r"]]:
-    """Path, length and bonus of every request, by rejection; `q` if the tree is a drawn chain."""
+    """Path, length and bonus of every request, by rejection; `q` if the tree is a drawn chain.
+
+    The bonus is -1 where the target broke.
+    """
     requests, horizon = logits.shape[0], positions.shape[1] - 1
-    coins = keyed_coins(law, positions, 1), keyed_coins(law, positions, 2)
     logits = plan.share(logits, vocab)
-    tree, law, stop_ids, barred, coins = plan.own((tree, law, stop_ids, barred, coins))
-    broken, greedy = jnp.isnan(logits).any(axis=-1), law.temperature <= 0
-    log_p = log_law(bar_stops(logits, stop_ids, barred), law)
+    tree, law, positions, stop_ids, barred = plan.own((tree, law, positions, stop_ids, barred))
+    broken, greedy = are_broken(logits), law.temperature <= 0
+    log_p, coins = log_law(bar_stops(logits, stop_ids, barred), law), keyed_coins(law, positions, 1)
     if q is None:
-        walked = walk_tree(tree, log_p, broken, greedy, *coins, horizon)
+        path, length, left = walk_tree(tree, log_p, broken, greedy, coins, horizon)
     else:
-        walked = walk_chain(tree, q, log_p, broken, greedy, *coins)
-    return plan.gather(walked, requests)
+        path, length, left = walk_chain(tree, q, log_p, broken, greedy, coins)
+    # The position's own noise: nothing else that is kept depends on it.
+    last = jnp.take_along_axis(positions, jnp.maximum(length - 1, 0)[:, None], axis=1)
+    bonus = draw(left, keyed_noise(law, last, vocab)[:, 0])
+    return plan.gather((path, length, bonus), requests)
+
+
+def are_broken(logits: Float[Array, "*rows v"]) -> Bool[Array, "*rows"]:
+    """Rows from which nothing can be chosen: with a NaN or +inf, or with -inf alone."""
+    return ~jnp.isfinite(logits.max(axis=-1))

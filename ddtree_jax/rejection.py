@@ -20,17 +20,14 @@ def distribution(log_p: Float[Array, "r v"], greedy) -> Float[Array, "r v"]:
     return p / p.sum(axis=-1, keepdims=True)
 
 
-def draw(p: Float[Array, "r v"], coin: Float[Array, " r"]) -> Int[Array, " r"]:
-    """Inverse CDF of unnormalised p: the first token whose cumulated mass exceeds the coin's.
+def draw(p: Float[Array, "r v"], noise: Float[Array, "r v"]) -> Int[Array, " r"]:
+    """A token in proportion to p, which need not be normalised; -1 where there is no mass.
 
-    Never a token of probability 0: rounding past the last bin falls back to the last possible one.
+    The argmax of log p plus Gumbel noise, as `coupled` draws. An inverse CDF would not do: in
+    float32 the cumulated mass of 163,840 tokens loses half of them.
     """
-    mass = jnp.cumsum(p, axis=-1)
-    past = mass > coin[:, None] * mass[:, -1:]
-    possible = p > 0
-    last = p.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
-    first = jnp.argmax(past & possible, axis=-1)
-    return jnp.where((past & possible).any(axis=-1), first, last).astype(jnp.int32)
+    token = jnp.argmax(jnp.where(p > 0, jnp.log(p) + noise, -jnp.inf), axis=-1)
+    return jnp.where((p > 0).any(axis=-1), token.astype(jnp.int32), -1)
 
 
 def walk_tree(
@@ -39,15 +36,14 @@ def walk_tree(
     broken,
     greedy,
     accept_coins: Float[Array, "r depths"],
-    draw_coins: Float[Array, "r depths"],
     horizon: int,
-) -> tuple[Int[Array, "r path"], Int[Array, " r"], Int[Array, " r"]]:
+) -> tuple[Int[Array, "r path"], Int[Array, " r"], Float[Array, "r v"]]:
     """Tree-structured rejection, target-only: the tree is a function of the context alone.
 
     At a node one coin u is held against the running sum of its children's target probabilities, in
     sibling order: the first child with u < sum and p > 0 is taken, so child c with probability
-    p(c). If none is, the bonus is drawn from p without the children. Returns as `tree.walk` does;
-    the bonus is -1 where the target produced NaN.
+    p(c). If none is, the bonus is to be drawn from p without the children. Returns path and length
+    as `tree.walk` does, and what the bonus is drawn from (`draw`): nothing where the target broke.
     """
     requests, nodes = tree.tokens.shape
     index = jnp.arange(nodes, dtype=jnp.int32)
@@ -56,7 +52,7 @@ def walk_tree(
     at = jnp.zeros(requests, jnp.int32)
     path = jnp.zeros((requests, horizon + 1), jnp.int32)
     length = (tree.size > 0).astype(jnp.int32)
-    bonus = jnp.full(requests, -1, jnp.int32)
+    left = jnp.zeros((requests, log_p.shape[-1]), jnp.float32)
     going = tree.size > 0
     for depth in range(horizon + 1):
         p = distribution(log_p[rows, at], greedy)
@@ -72,13 +68,13 @@ def walk_tree(
         taken = jnp.where(hit.any(axis=1), jnp.argmax(hit, axis=1), last).astype(jnp.int32)
         fails = broken[rows, at]
         descend = going & ~fails & (hit.any(axis=1) | covered)
-        bonus = jnp.where(going & ~fails & ~descend, draw(rest, draw_coins[:, depth]), bonus)
+        left = jnp.where((going & ~fails & ~descend)[:, None], rest, left)
         at = jnp.where(descend, taken, at)
         if depth < horizon:
             path = path.at[:, depth + 1].set(jnp.where(descend, taken, 0))
         length = length + descend
         going = descend
-    return path, length, bonus
+    return path, length, left
 
 
 def walk_chain(
@@ -88,35 +84,33 @@ def walk_chain(
     broken,
     greedy,
     accept_coins: Float[Array, "r depths"],
-    draw_coins: Float[Array, "r depths"],
-) -> tuple[Int[Array, "r path"], Int[Array, " r"], Int[Array, " r"]]:
+) -> tuple[Int[Array, "r path"], Int[Array, " r"], Float[Array, "r v"]]:
     """Speculative sampling (Leviathan et al. 2023, algorithm 1) on a chain drawn from q.
 
     Token d is kept if u q(d) < p(d); the first rejected position draws from max(p - q, 0), a
-    fully accepted chain from p. The tree is the chain (`tree.chain`).
+    fully accepted chain from p. The tree is the chain (`tree.chain`). Returns as `walk_tree` does.
     """
     tokens, drafted = tree.tokens[:, 1:], tree.size - 1
     requests, horizon = tokens.shape
     rows = jnp.arange(requests, dtype=jnp.int32)
     going = tree.size > 0
     length = going.astype(jnp.int32)
-    bonus = jnp.full(requests, -1, jnp.int32)
+    left = jnp.zeros((requests, log_p.shape[-1]), jnp.float32)
     for depth in range(horizon + 1):
         p = distribution(log_p[:, depth], greedy)
-        fails = broken[:, depth]
-        left = going & ~fails
+        here = going & ~broken[:, depth]
         if depth < horizon:
-            here = depth < drafted
+            there = depth < drafted
             token, law = tokens[:, depth], q[:, depth]
             mine, theirs = p[rows, token], law[rows, token]
-            keep = here & (mine > 0) & (accept_coins[:, depth] * theirs < mine)
+            keep = here & there & (mine > 0) & (accept_coins[:, depth] * theirs < mine)
             rest = jnp.maximum(p - law, 0)
             empty = ~(rest.sum(axis=1, keepdims=True) > 0)
-            rest = jnp.where(empty | ~here[:, None], p, rest)
+            rest = jnp.where(empty | ~there[:, None], p, rest)
         else:
             keep, rest = jnp.zeros(requests, bool), p
-        bonus = jnp.where(left & ~keep, draw(rest, draw_coins[:, depth]), bonus)
-        length = length + (left & keep)
-        going = left & keep
+        left = jnp.where((here & ~keep)[:, None], rest, left)
+        length = length + keep
+        going = keep
     path = jnp.broadcast_to(jnp.arange(horizon + 1, dtype=jnp.int32)[None], (requests, horizon + 1))
-    return jnp.where(path < length[:, None], path, 0), length, bonus
+    return jnp.where(path < length[:, None], path, 0), length, left

@@ -45,15 +45,21 @@ class Law:
         )
 
 
-def keyed_noise(law: Law, positions: Int[Array, "r p"], vocab_size: int) -> Float[Array, "r p v"]:
+def keyed_noise(
+    law: Law, positions: Int[Array, "r p"], vocab_size: int, stream: int | None = None
+) -> Float[Array, "r p v"]:
     """Gumbel noise of every (seed, position, token id), float32; zeros if no request samples.
+
+    Streams are independent of each other and of the noise without one.
 
     From 64 random bits each: with the 23 of a float32 uniform no noise exceeds 16, and among
     163,840 tokens those of the tail would be drawn by the percent too seldom or too often.
     """
 
     def one(seed, position):
-        return jax.random.gumbel(_key(seed, position), (vocab_size,), jnp.float32, mode="highest")
+        key = _key(seed, position)
+        key = key if stream is None else jax.random.fold_in(key, stream)
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="highest")
 
     def draw():
         return jax.vmap(jax.vmap(one, (None, 0)))(law.seed, positions)

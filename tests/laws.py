@@ -3,8 +3,9 @@
 A walk is constant where no coin crosses a boundary, so its law is a finite sum: each coin's
 boundaries (cumulated probabilities of any node) cut [0, 1) into cells, one coin of every cell is
 tried, and the outcome is weighed with the cells' lengths. The coin may be the cell's middle or, for
-laws whose boundaries float32 holds exactly, its lowest or highest. `coupled` has noise instead of
-coins, and its cells are the orderings of the perturbed log-probabilities (`noise_cells`).
+laws whose boundaries float32 holds exactly, its lowest or highest. A walk by coins ends with the
+law of the bonus. `coupled`, and the draw of a bonus (`drawn_law`), have noise instead of coins:
+their cells are the orderings of the perturbed log-probabilities (`orderings`).
 """
 
 import itertools
@@ -16,7 +17,7 @@ import numpy as np
 from ddtree_jax import Sampling
 from ddtree_jax.decide import best_candidates, coupled_tokens
 from ddtree_jax.parallel import ALONE
-from ddtree_jax.rejection import walk_chain, walk_tree
+from ddtree_jax.rejection import draw, walk_chain, walk_tree
 from ddtree_jax.sampling import Law
 from ddtree_jax.tree import Tree, ancestor_words, build, chain, walk
 
@@ -120,17 +121,22 @@ def as_tree(parents, tokens, requests, nodes=None) -> Tree:
 
 
 def emitted(walked, tree, weights, law, total):
-    """The law of the first `total` tokens: each run with its weight, then plain sampling."""
-    path, length, bonus = map(np.asarray, walked)
+    """The law of the first `total` tokens: each run with its weight, then plain sampling.
+
+    What a walk returns last is the bonus, or the (unnormalised) law that it is drawn from.
+    """
+    path, length, left = map(np.asarray, walked)
+    left = np.eye(V)[left] if left.ndim == 1 else left / left.sum(axis=1, keepdims=True)
     tokens = np.take_along_axis(np.asarray(tree.tokens), path, axis=1)
-    runs, counts = np.zeros(len(length), int), {}
+    runs, last = np.zeros(len(length), int), np.minimum(length - 1, total)
     for i in range(total):
-        last, more = i + 1 == length, i + 1 < length
-        said = np.where(last, bonus, tokens[:, i + 1] if i + 1 < path.shape[1] else -1)
-        assert (said[last | more] >= 0).all()
-        runs += np.where(last | more, said + 1, 0) * (V + 1) ** i
-    runs, place = np.unique(runs, return_inverse=True)
-    counts = np.bincount(place, weights)
+        said = tokens[:, i + 1] if i + 1 < path.shape[1] else np.zeros_like(length)
+        runs += np.where(i < last, said + 1, 0) * (V + 1) ** i
+    # With every bonus, where it is among the first tokens.
+    place = np.where(last < total, (V + 1) ** last, 0)
+    runs = runs[:, None] + place[:, None] * np.arange(1, V + 1)
+    runs, where = np.unique(runs, return_inverse=True)
+    counts = np.bincount(where.ravel(), (weights[:, None] * left).ravel())
     out = np.zeros((V,) * total)
     for code, weight in zip(runs.tolist(), counts.tolist(), strict=True):
         run = tuple(code // (V + 1) ** i % (V + 1) - 1 for i in range(total))
@@ -155,27 +161,15 @@ def cells(boundaries, at="middle"):
     return coins, np.diff(edges)
 
 
-def draw_cells(boundaries, at):
-    """The same with middles; lowest: with a first coin of 0, highest: a last one rounded to 1."""
-    coins, lengths = cells(boundaries)
-    if at == "lowest":
-        coins[0] = 0
-    if at == "highest":
-        coins[-1] = 1
-    return coins, lengths
-
-
-def coins_of(accepts, last, weight=1.0):
-    """(accept coins, draw coins, weights) of every cell, padded so that few shapes are compiled."""
-    grid = list(itertools.product(*(zip(*c, strict=True) for c in [*accepts, last])))
+def coins_of(accepts, weight=1.0):
+    """(accept coins, weights) of every cell, padded so that few shapes are compiled."""
+    grid = list(itertools.product(*(zip(*c, strict=True) for c in accepts)))
     size = max(64, 1 << (len(grid) - 1).bit_length())
     coins = np.full((size, len(accepts) + 1), 0.5, np.float32)
-    coins[: len(grid)] = [[c for c, _ in point] for point in grid]
+    coins[: len(grid), :-1] = [[c for c, _ in point] for point in grid]
     weights = np.zeros(size)
     weights[: len(grid)] = [weight * np.prod([w for _, w in point]) for point in grid]
-    accept = np.concatenate([coins[:, :-1], coins[:, :1]], axis=1)
-    drawn = np.repeat(coins[:, -1:], len(accepts) + 1, axis=1)
-    return jnp.asarray(accept), jnp.asarray(drawn), weights
+    return jnp.asarray(coins), weights
 
 
 def logs(rows, requests):
@@ -184,32 +178,27 @@ def logs(rows, requests):
     return np.broadcast_to(log_p[None], (requests, *log_p.shape))
 
 
-def tree_law(parents, tokens, law, rule=walk_tree, at="middle", edges=((), ())):
-    """What `rule` emits for this tree; `edges`: boundaries of its own, of accept and draw coins."""
+def tree_law(parents, tokens, law, rule=walk_tree, at="middle", edges=()):
+    """What `rule` emits for this tree; `edges`: boundaries of its own."""
     deepest = max(depths(parents))
     rows = [law[prefix_of(i, parents, tokens)] for i in range(len(parents))]
-    accepts, drawn = [], [edges[1]]
+    accepts = []
     for depth in range(deepest):
-        found = [edges[0]]
+        found = [edges]
         for node, at_depth in enumerate(depths(parents)):
             if at_depth == depth:
                 children = [i for i, p in enumerate(parents) if p == node]
                 found.append(np.cumsum([rows[node][tokens[c]] for c in children]))
         accepts.append(cells(np.concatenate(found), at))
-    for node, p in enumerate(rows):
-        rest = p.copy()
-        rest[[tokens[c] for c, parent in enumerate(parents) if parent == node]] = 0
-        if rest.sum() > 0:
-            drawn.append(np.cumsum(rest) / rest.sum())
-    accept, drawn, weights = coins_of(accepts, draw_cells(np.concatenate(drawn), at))
+    coins, weights = coins_of(accepts)
     n = len(weights)
     tree, no = as_tree(parents, tokens, n), np.zeros((n, len(parents)), bool)
-    run = jax.jit(rule, static_argnums=6)
-    walked = run(tree, logs(rows, n), no, no[:, 0], accept, drawn, deepest)
+    run = jax.jit(rule, static_argnums=5)
+    walked = run(tree, logs(rows, n), no, no[:, 0], coins, deepest)
     return emitted(walked, tree, weights, law, deepest + 1)
 
 
-def chain_law(law, q, rule=walk_chain, at="middle", edges=((), ())):
+def chain_law(law, q, rule=walk_chain, at="middle", edges=()):
     """The same for chains whose tokens are drawn from q: every chain, weighed with q's product."""
     horizon = len(q)
     out = np.zeros((V,) * (horizon + 1))
@@ -219,14 +208,9 @@ def chain_law(law, q, rule=walk_chain, at="middle", edges=((), ())):
             continue
         rows = [law[tokens[:d]] for d in range(horizon + 1)]
         accepts = [
-            cells([min(1.0, rows[d][t] / q[d][t]), *edges[0]], at) for d, t in enumerate(tokens)
+            cells([min(1.0, rows[d][t] / q[d][t]), *edges], at) for d, t in enumerate(tokens)
         ]
-        drawn = [edges[1], np.cumsum(rows[-1])]
-        for d in range(horizon):
-            rest = np.maximum(rows[d] - q[d], 0)
-            drawn.append(np.cumsum(rest) / rest.sum() if rest.sum() > 0 else np.cumsum(rows[d]))
-        last = draw_cells(np.concatenate(drawn), at)
-        accept, drawn, weights = coins_of(accepts, last, weight)
+        coins, weights = coins_of(accepts, weight)
         n = len(weights)
         drafts = np.broadcast_to(np.asarray(tokens, np.int32)[None], (n, horizon))
         tree = jax.jit(chain)(
@@ -234,7 +218,7 @@ def chain_law(law, q, rule=walk_chain, at="middle", edges=((), ())):
         )
         laws = np.broadcast_to(np.array(q, np.float32)[None], (n, horizon, V))
         no = np.zeros((n, horizon + 1), bool)
-        walked = jax.jit(rule)(tree, laws, logs(rows, n), no, no[:, 0], accept, drawn)
+        walked = jax.jit(rule)(tree, laws, logs(rows, n), no, no[:, 0], coins)
         out += emitted(walked, tree, weights, law, horizon + 1)
     return out
 
@@ -260,6 +244,13 @@ def orderings(rng, p):
     noise = np.full((len(orders), V), 50.0)
     np.put_along_axis(noise, orders, scores - np.log(ranked), axis=1)
     return noise, chances, orders[:, 0]
+
+
+def drawn_law(rng, p, rule=draw):
+    """What `rule` draws from p, summed over the noise's orderings."""
+    noise, chances, _ = orderings(rng, p)
+    rows = np.broadcast_to(np.asarray(p, np.float32), noise.shape)
+    return np.bincount(np.asarray(rule(rows, noise.astype(np.float32))), chances, V)
 
 
 def noise_cells(rng, law, positions):

@@ -18,6 +18,7 @@ from laws import (
     chain_law,
     coupled,
     coupled_law,
+    drawn_law,
     error,
     target_law,
     tree_law,
@@ -30,7 +31,6 @@ P = np.array([0.4, 0.25, 0.2, 0.15])
 Q = np.array([0.55, 0.2, 0.15, 0.1])
 EVEN = np.full(V, 0.25)
 HALVES = np.array([0.5, 0.5, 0, 0])
-NONE = ((), ())
 
 
 def variant(function, *edits, **names):
@@ -65,40 +65,31 @@ def judge(found, right, p, wanted):
 
 TREE = (-1, 0, 0, 1), (0, 1, 2, 3)
 HIT = "accept_coins[:, depth, None] < jnp.cumsum(mass, axis=1)"
-LAST = "p.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)"
-no_fallback = variant(draw, (LAST, "jnp.full(p.shape[:1], p.shape[-1] - 1)"))
 TREES = {
     # Coins at the lower edges 0, 1/4 and 1/2 belong to the cells above them.
-    "at most": (
-        [(HIT, HIT.replace("<", "<="))], {}, EVEN, "lowest", NONE, [0, 0.5, 0.5, 0]
-    ),
+    "at most": ([(HIT, HIT.replace("<", "<="))], EVEN, "lowest", (), [0, 0.5, 0.5, 0]),
     "at most, and what has no mass": (
-        [(HIT, HIT.replace("<", "<=")), ("child & (mass > 0) &", "child &")], {},
-        np.eye(V)[0], "lowest", NONE, [0, 1, 0, 0],
+        [(HIT, HIT.replace("<", "<=")), ("child & (mass > 0) &", "child &")],
+        np.eye(V)[0], "lowest", (), [0, 1, 0, 0],
     ),
     "a threshold of 1/2 for the sum": (
-        [(HIT, "0.5 * " + HIT)], {}, P, "middle", ((0.5, 0.9), ()),
+        [(HIT, "0.5 * " + HIT)], P, "middle", (0.5, 0.9),
         [0.1 * 0.4 / 0.55, 0.5, 0.4, 0.1 * 0.15 / 0.55],
     ),
     "a threshold of 0.22 for one child": (
-        [(HIT, f"({HIT}) | (mass >= 0.22)")], {}, P, "middle", NONE, [0, 1, 0, 0]
-    ),
-    # The draw's coins have two cells here, of which the upper is tried at 1.
-    "the vocabulary's last id where a coin is 1": (
-        [], {"draw": no_fallback}, HALVES, "highest", NONE, [0.25, 0.5, 0, 0.25]
+        [(HIT, f"({HIT}) | (mass >= 0.22)")], P, "middle", (), [0, 1, 0, 0]
     ),
     "the rest is all of p": (
-        [("rest = p.at[rows[:, None], tokens].set(0.0, mode=\"drop\")", "rest = p")], {},
-        P, "middle", ((), np.cumsum(P)), [0.55 * 0.4, 0.25 + 0.55 * 0.25, 0.2 + 0.55 * 0.2,
-                                          0.55 * 0.15],
+        [("rest = p.at[rows[:, None], tokens].set(0.0, mode=\"drop\")", "rest = p")],
+        P, "middle", (), [0.55 * 0.4, 0.25 + 0.55 * 0.25, 0.2 + 0.55 * 0.2, 0.55 * 0.15],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_on_trees(name):
-    edits, names, p, at, edges, wanted = TREES[name]
-    law, rule = everywhere(p), variant(walk_tree, *edits, **names)
+    edits, p, at, edges, wanted = TREES[name]
+    law, rule = everywhere(p), variant(walk_tree, *edits)
     right = tree_law(*TREE, law, at=at, edges=edges)
     judge(tree_law(*TREE, law, rule, at, edges), right, p, wanted)
 
@@ -149,8 +140,8 @@ def test_p_over_q_on_a_pruned_tree():
     def found(children, rule=rule):
         parents, tokens = (-1, 0, 0), (0, *children)
         p, child = jnp.asarray(P[None], jnp.float32), jnp.asarray([[False, True, True]])
-        mass, rest = by_ratio(p, as_tree(parents, tokens, 1), child)
-        edges = np.cumsum(np.asarray(mass)[0]), np.cumsum(np.asarray(rest)[0])
+        mass, _ = by_ratio(p, as_tree(parents, tokens, 1), child)
+        edges = np.cumsum(np.asarray(mass)[0])
         return tree_law(parents, tokens, everywhere(P), rule, edges=edges)
 
     judge(found([0, 1]), found([0, 1], walk_tree), P, [0.4 / 0.55, 1 - 0.4 / 0.55, 0, 0])
@@ -168,34 +159,30 @@ SOFT = np.exp(LEFT) / np.exp(LEFT).sum()
 KEPT = np.minimum(P, Q)
 CHAINS = {
     # Kept half of the time, and at a coin of 1/2, which is the lower edge of the other half.
-    "at most": ([(KEEP, KEEP.replace("<", "<="))], {}, EVEN, HALVES, "lowest", NONE, HALVES),
+    "at most": ([(KEEP, KEEP.replace("<", "<="))], EVEN, HALVES, "lowest", HALVES),
     "at most, and what has no mass": (
-        [(KEEP, KEEP.replace("<", "<=")), ("(mine > 0) & ", "")], {},
-        np.eye(V)[2], HALVES, "lowest", NONE, HALVES,
+        [(KEEP, KEEP.replace("<", "<=")), ("(mine > 0) & ", "")],
+        np.eye(V)[2], HALVES, "lowest", HALVES,
     ),
     "a threshold of 1/2": (
-        [(KEEP, "0.5 * " + KEEP)], {}, P, Q, "middle", NONE,
+        [(KEEP, "0.5 * " + KEEP)], P, Q, "middle",
         Q * CHANCES + (1 - Q @ CHANCES) * LEFT / LEFT.sum(),
     ),
     "the rest is all of p": (
-        [(REST, "rest = p")], {}, P, Q, "middle", ((), np.cumsum(P)), KEPT + LEFT.sum() * P
+        [(REST, "rest = p")], P, Q, "middle", KEPT + LEFT.sum() * P
     ),
     "the rest through a softmax": (
-        [(REST, REST + "; rest = jnp.exp(rest)")], {}, P, Q, "middle", ((), np.cumsum(SOFT)),
-        KEPT + LEFT.sum() * SOFT,
-    ),
-    "the vocabulary's last id where a coin is 1": (
-        [], {"draw": no_fallback}, HALVES, np.eye(V)[2], "highest", NONE, [0.5, 0, 0, 0.5]
+        [(REST, REST + "; rest = jnp.exp(rest)")], P, Q, "middle", KEPT + LEFT.sum() * SOFT
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_on_chains(name):
-    edits, names, p, q, at, edges, wanted = CHAINS[name]
-    law, rule = everywhere(p), variant(walk_chain, *edits, **names)
-    right = chain_law(law, [q, q], at=at, edges=edges)
-    judge(chain_law(law, [q, q], rule, at, edges), right, p, wanted)
+    edits, p, q, at, wanted = CHAINS[name]
+    law, rule = everywhere(p), variant(walk_chain, *edits)
+    right = chain_law(law, [q, q], at=at)
+    judge(chain_law(law, [q, q], rule, at), right, p, wanted)
 
 
 def test_argmax_drafts_held_against_a_softmax_q():
@@ -207,10 +194,49 @@ def test_argmax_drafts_held_against_a_softmax_q():
         return walk_chain(tree, jnp.broadcast_to(jnp.asarray(q, jnp.float32), laws.shape), *rest)
 
     left, kept = np.maximum(P - q, 0), 0.4 / 0.9
-    edges = [kept], np.cumsum(left / left.sum())
+    edges = [kept]
     wanted = kept * np.eye(V)[0] + (1 - kept) * left / left.sum()
     found = chain_law(everywhere(P), sure, rule, edges=edges)
     judge(found, chain_law(everywhere(P), sure, edges=edges), P, wanted)
+
+
+# --- the draw of a bonus, or of a chain's token ---
+
+DRAWS = {
+    "no logarithm": ([("jnp.log(p) + noise", "p + noise")], None),
+    "no noise": ([("jnp.log(p) + noise", "jnp.log(p)")], np.eye(V)[0]),
+    "what has no mass": ([("p > 0, jnp.log(p) + noise", "p >= 0, jnp.log(p + 1e-9) + noise")],
+                         np.eye(V)[3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws(name):
+    edits, wanted = DRAWS[name]
+    p = np.array([0.9, 0.08, 0.02, 0])
+    assert np.abs(drawn_law(np.random.default_rng(0), p) - p).max() < LIMIT
+    found = drawn_law(np.random.default_rng(0), p, variant(draw, *edits))
+    assert np.abs(found - p).max() > 1e-3
+    if wanted is not None:
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=LIMIT)
+
+
+def test_nothing_is_left_where_rounding_rejects_every_child():
+    """Children that hold all the mass: their sum in float32 may be below the largest coin."""
+    p = np.full(V, 1 / 3, np.float32)
+    p[3] = 0
+    p[:3] -= np.float32(1e-7)  # the sum is 1 - 3e-7
+    tree = as_tree((-1, 0, 0, 0), (0, 0, 1, 2), 1)
+    coins, no = jnp.full((1, 2), 1 - 2.0**-24), jnp.zeros((1, 4), bool)
+
+    def found(*edits):
+        rule = variant(walk_tree, *edits, distribution=lambda log_p, greedy: jnp.asarray(p[None]))
+        _, length, left = rule(tree, jnp.zeros((1, 4, V)), no, no[:, 0], coins, 1)
+        return length.tolist(), draw(left, jnp.zeros((1, V))).tolist()
+
+    assert found() == ([2], [0])  # the last child, then a bonus from what follows it
+    wrong = found(("covered = ~(rest.sum(axis=1) > 0)", "covered = greedy"))
+    assert wrong == ([1], [-1])  # no child, and nothing to draw from
 
 
 # --- coupled ---
