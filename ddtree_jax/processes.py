@@ -52,7 +52,7 @@ def start(
         require(ok, "processes", processes, "1 or greater")
         ok = is_int(process) and 0 <= process < processes
         require(ok, "process", process, f"from 0 to {processes - 1}")
-        host, _, port = coordinator.rpartition(":")
+        host, _, port = coordinator.rpartition(":") if isinstance(coordinator, str) else ("",) * 3
         ok = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
         require(ok, "coordinator", coordinator, "HOST:PORT of process 0")
         if process == 0:  # jaxlib may crash where it cannot listen
@@ -80,6 +80,7 @@ def start(
     if failed:
         raise _could_not_join(coordinator, failed[0]) from failed[0]
     _met.set()
+    _check_count(timeout)
     check_agreement(timeout=timeout)  # versions first: the same ones compare the same hereafter
 
 
@@ -99,8 +100,8 @@ def _nobody_came(timeout: int) -> str:
             "and process"
         )
     check = (
-        "are all others running, with this address and numbers of their own, and may their hosts "
-        "reach the port?"
+        "are all others running, with this address, as many processes and numbers of their own, "
+        "and may their hosts reach the port?"
         if process == 0
         else "is process 0 running, is this its address, may this host reach the port, and are "
         "all others running?"
@@ -122,6 +123,19 @@ def _could_not_join(coordinator: str | None, error: Exception) -> Exception:
 def count() -> int:
     """How many processes have joined; unlike jax's, asks for no devices."""
     return 1 if joined.client is None else joined.num_processes
+
+
+def _check_count(timeout: int) -> None:
+    """Raise ValueError if processes were told different counts: process 0's, which all have, first,
+    for who was told too many would wait for words of those that are not there."""
+    _tell("processes", {"values": count()})
+    for process in range(count()):
+        theirs = _ask("processes", process, timeout)
+        if theirs != count():
+            raise ValueError(
+                f"processes={count()}: process {process} was started with processes={theirs}, "
+                "start all with the same"
+            )
 
 
 def check_agreement(timeout: int = _DAY, **values) -> None:
@@ -159,11 +173,11 @@ def check_agreement(timeout: int = _DAY, **values) -> None:
         )
 
 
-def _tell(number: int, said: dict) -> None:
+def _tell(number: int | str, said: dict) -> None:
     joined.client.key_value_set(f"ddtree_jax/{number}/{joined.process_id}", json.dumps(said))
 
 
-def _ask(number: int, process: int, timeout: int) -> dict:
+def _ask(number: int | str, process: int, timeout: int) -> dict:
     """What a process compares this time; waits for it."""
     try:
         key = f"ddtree_jax/{number}/{process}"

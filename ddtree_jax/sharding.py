@@ -24,6 +24,7 @@ from ddtree_jax.config import DFlashConfig, KimiConfig
 from ddtree_jax.parallel import ALONE, AXIS, SPLIT, Plan
 from ddtree_jax.state import DecodeState, Weights
 
+MOST_DEVICES = 4096  # of a process
 _ROWS, _COLUMNS = 0, 1  # of a matrix [out, in]
 # The logical axis of a weight's split dimension, by the weight's path. All others are on every
 # device: norms, the router, the low-rank projections before heads, the drafter's `fc`.
@@ -45,9 +46,14 @@ LOGICAL = (
 def make_mesh(devices: int, processes: int = 1) -> Mesh:
     """A mesh of so many devices over all processes. On a CPU they are made, if jax has not
     started yet."""
-    ok = is_int(devices) and devices >= 1 and devices % processes == 0
+    require(is_int(processes) and processes >= 1, "processes", processes, "1 or greater")
+    require(is_int(devices), "devices", devices, "an integer")
+    ok = devices >= 1 and devices % processes == 0
     wanted = "1 or greater" if processes == 1 else f"a multiple of the {processes} processes"
     require(ok, "devices", devices, wanted)
+    # Before a CPU makes them: with too many it hangs.
+    few = devices // processes <= MOST_DEVICES
+    require(few, "devices", devices, f"at most {MOST_DEVICES} a process")
     try:
         jax.config.update("jax_num_cpu_devices", devices // processes)
     except RuntimeError:

@@ -130,6 +130,16 @@ def test_an_error_of_one_ends_all(folder, tmp_path, bad):
     assert first[0] == 2 and f"process 1 ended: {said}" in first[1], first
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_counts_that_differ_are_refused(folder):
+    """By both, and before the one that was told three waits for the third."""
+    with group(folder, 2, 2, "--json", last=("--processes", "3")) as started:
+        first, second = ends(started, 40)
+    assert first[0] == 2 and "processes=2: process 1 was started with processes=3" in first[1]
+    assert second[0] == 2 and "processes=3: process 0 was started with processes=2" in second[1]
+
+
 # What jax, or gloo below it, says of a process that is no longer there.
 GONE = re.compile(
     "Connection (closed|reset) by peer|stopped sending heartbeats|leader task was preempted/died"

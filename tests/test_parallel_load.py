@@ -180,6 +180,15 @@ def test_all_processes_have_devices(folder, monkeypatch):
     refused(said, dd.load, folder, mesh=mesh_of(4))
 
 
+def test_devices_of_all_processes(monkeypatch):
+    assert len(jax.devices()) == 8  # jax has started, or `make_mesh` would make fewer
+    refused("devices=5: must be a multiple of the 2 processes", make_mesh, 5, 2)
+    refused("devices=0: must be a multiple of the 3 processes", make_mesh, 0, 3)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    refused("devices=4: must be all 8 of the processes", make_mesh, 4, 2)
+    assert make_mesh(8, 2).size == 8
+
+
 def test_bad_input(folder, capsys):
     refused("mesh='all': must be a jax.sharding.Mesh", dd.load, folder, mesh="all")
     refused("plan='pipeline': must be one of", dd.load, folder, mesh=mesh_of(2), plan="pipeline")
@@ -190,7 +199,17 @@ def test_bad_input(folder, capsys):
     refused("num_attention_heads=2 gives 2 parts", dd.load, folder, mesh=mesh_of(8))
     refused("devices=0: must be 1 or greater", make_mesh, 0)
     refused("devices=9: only 8 here", make_mesh, 9)
+    refused("devices=2.0: must be an integer", make_mesh, 2.0)
+    refused("devices=True: must be an integer", make_mesh, True)
+    refused("devices=4097: must be at most 4096 a process", make_mesh, 4097)
+    refused("devices=8194: must be at most 4096 a process", make_mesh, 8194, 2)
+    refused("devices=4096: only 8 here", make_mesh, 4096)
+    refused("processes=0: must be 1 or greater", make_mesh, 2, 0)
+    refused("processes=True: must be 1 or greater", make_mesh, 2, True)
+    refused("mesh with axes ('x',): must have the one axis 'devices'", make_plan, "expert",
+            AbstractMesh((2,), ("x",)))  # fmt: skip
     assert main(["generate", PROMPT, "--plan", "data"]) == 2
     assert "plan='data': without a mesh (on the command line --devices)" in capsys.readouterr().err
-    assert main(["generate", PROMPT, "--devices", "9"]) == 2
-    assert "devices=9" in capsys.readouterr().err
+    for count in ("9", "10000000", "10000000000"):
+        assert main(["generate", PROMPT, "--devices", count]) == 2
+        assert f"devices={count}: " in capsys.readouterr().err

@@ -129,7 +129,41 @@ def test_without_a_cluster(monkeypatch):
     refused("or give coordinator, processes and process", processes.start)
 
 
+def told(monkeypatch, counts, process):
+    """The count of `process` is compared with what the others were told; those of a higher number
+    than is there never speak."""
+
+    class Told(Store):
+        def blocking_key_value_get(self, key, milliseconds):
+            asked = int(key.rsplit("/", 1)[1])
+            asked_for.append(asked)
+            return json.dumps({"values": counts[asked]})
+
+    asked_for = []
+    joined = SimpleNamespace(client=Told(), num_processes=counts[process], process_id=process)
+    monkeypatch.setattr(processes, "joined", joined)
+    try:
+        processes._check_count(1)
+    finally:
+        assert joined.client.own == (
+            f"ddtree_jax/processes/{process}", {"values": counts[process]}
+        )  # fmt: skip
+    return asked_for
+
+
+def test_counts_are_compared_first(monkeypatch):
+    """By all, and nobody asks one that is not there."""
+    assert told(monkeypatch, [3, 3, 3], 1) == [0, 1, 2]
+    said = "processes=3: process 0 was started with processes=2, start all with the same"
+    refused(said, told, monkeypatch, [2, 3], 1)
+    refused("processes=2: process 1 was started with processes=3", told, monkeypatch, [2, 3], 0)
+    refused("processes=3: process 1 was started with processes=2", told, monkeypatch, [3, 2, 3], 2)
+
+
 def test_bad_input():
+    refused("processes=0: must be 1 or greater", processes.start, "127.0.0.1:1", 0, 0)
+    refused("processes=2.0: must be 1 or greater", processes.start, "127.0.0.1:1", 2.0, 0)
+    refused("coordinator=1234: must be HOST:PORT", processes.start, 1234, 2, 0)
     refused("give all three, or none", processes.start, "127.0.0.1:1")
     refused("process=2: must be from 0 to 1", processes.start, "127.0.0.1:1", 2, 2)
     refused("coordinator='host': must be HOST:PORT", processes.start, "host", 2, 1)
