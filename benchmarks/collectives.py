@@ -14,7 +14,10 @@ from ddtree_jax.parallel import Plan
 from ddtree_jax.prefill import empty_state
 from ddtree_jax.sharding import abstract_weights
 
-OPS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+OPS = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 
@@ -45,11 +48,14 @@ def collectives(text: str) -> list[Collective]:
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", line)
             if start and op != "all-reduce":  # the operands stand before the results
                 arrays = [a for a in arrays if a[1] or a[0] != "u32"]
-                arrays = arrays[len(arrays) // 2 :]
+                # A ragged exchange has one result, but offsets and sizes among its operands.
+                arrays = arrays[-1:] if op.startswith("ragged") else arrays[len(arrays) // 2 :]
             found.append(Collective(op, tuple((d, _shape(s.split(","))) for d, s in arrays)))
         # Lowered: `"stablehlo.all_reduce"(%x) <{..}> ({ .. }) : (tensor<9x32xf32>) -> tensor<..>`.
+        # A ragged exchange is a custom call by its name.
         name = op.replace("-", "_")
-        pattern = rf'"stablehlo\.{name}"\(.*?\) -> tensor<([^>]*)>'
+        called = rf'(?:"stablehlo\.{name}"|stablehlo\.custom_call @{name})'
+        pattern = rf"{called}\(.*?\) -> tensor<([^>]*)>"
         for line in re.findall(pattern, text, re.DOTALL):
             *shape, dtype = line.split("x")
             dtype = "pred" if dtype == "i1" else re.sub(r"^u?i(\d+)$", r"s\1", dtype)

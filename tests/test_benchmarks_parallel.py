@@ -4,12 +4,16 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from lossless import prompts_of
 from tiny import TARGET, tiny_model
 
 from benchmarks import parallel
-from benchmarks.collectives import collectives, in_step
+from benchmarks.collectives import Collective, collectives, in_step
+from ddtree_jax.parallel import AXIS
 from ddtree_jax.sharding import make_plan, place_weights
 
 FIELDS = {
@@ -69,6 +73,8 @@ def test_programs_of_a_gpu_are_read():
   %r = f32[9,4]{1,0} all-reduce-start(%x), to_apply=%add
   %g = (s32[4]{0}, s32[8]{0}) all-gather-start(%y), dimensions={0}
   %t = ((f32[8,3]{1,0}), f32[4,6]{1,0}) all-to-all-start(%z), dimensions={0}
+  %q = ((f32[9,4], f32[8,4], s64[2], s64[2], s64[2], s64[2]), f32[8,4]) ragged-all-to-all-start(%x)
+  %b = (f32[5], f32[5]) collective-broadcast-start(%x), replica_groups={{0,1}}
   %d = f32[9,4]{1,0} all-reduce-done(%r)
   ROOT %c = (f32[9,4]) call(%d), to_apply=%command_buffer
 }
@@ -87,10 +93,29 @@ ENTRY %main.2 (a: f32[9,4]) -> f32[9,4] {
         "all-reduce": (("f32", (9, 4)),),
         "all-gather": (("s32", (8,)),),
         "all-to-all": (("f32", (4, 6)),),
+        "ragged-all-to-all": (("f32", (8, 4)),),
+        "collective-broadcast": (("f32", (5,)),),
         "reduce-scatter": (("f32", (2, 4)),),
     }
     sent = {c.op: c.sent(2) for c in found}
-    assert sent == {"all-reduce": 144, "all-gather": 16, "all-to-all": 48, "reduce-scatter": 32}
+    assert sent == {
+        "all-reduce": 144, "all-gather": 16, "all-to-all": 48, "ragged-all-to-all": 64,
+        "collective-broadcast": 10, "reduce-scatter": 32,
+    }  # fmt: skip
+
+
+def test_lowered_exchanges_of_rows_are_read():
+    """An exchange by sizes that only the program knows is a custom call there."""
+    mesh = Mesh(np.array(jax.devices()[:2]), (AXIS,))
+
+    def run(x, to, *sizes):
+        return jax.lax.ragged_all_to_all(x, to, *sizes, axis_name=AXIS)
+
+    own = PartitionSpec(AXIS)
+    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=own, out_specs=own, check_vma=False))
+    sizes = np.zeros(4, np.int32)
+    text = run.lower(np.zeros((8, 3), "f4"), np.zeros((10, 3), "f4"), *[sizes] * 4).as_text()
+    assert collectives(text) == [Collective("ragged-all-to-all", (("f32", (5, 3)),))]
 
 
 def test_memory_that_tells_is_believed():
