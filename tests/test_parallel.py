@@ -17,9 +17,11 @@ from tiny import tiny_model
 
 import ddtree_jax as dd
 from ddtree_jax.checkpoint import leaves_by_path
+from ddtree_jax.decide import best_candidates, coupled_tokens
 from ddtree_jax.generate import Method
 from ddtree_jax.generate import decode as run
 from ddtree_jax.parallel import AXIS
+from ddtree_jax.sampling import Law
 from ddtree_jax.sharding import check_plan, make_plan, on_mesh, place_weights
 from ddtree_jax.step import draft
 
@@ -34,6 +36,7 @@ SAMPLED = [
     for i, law in enumerate([(1.0,), (0.7,), (0.8, 0, 0.9), (1.0, 3), (1.0, 0, 1.0, 0.1)] * 2)
 ]
 MIXED = [dd.Sampling(), *SAMPLED[:8]]
+LEAST = 9  # tokens before a stop, of requests that have one
 
 
 def slow(*case):
@@ -57,28 +60,48 @@ def placed(plan, count):
     return on_devices(wide_model(), plan, count)
 
 
+def mesh_of(count):
+    return Mesh(np.array(jax.devices()[:count]), ("devices",))
+
+
 def on_devices(model, plan, count):
-    mesh = Mesh(np.array(jax.devices()[:count]), ("devices",))
-    return replace(model, weights=place_weights(model.weights, make_plan(plan, mesh)))
+    return replace(model, weights=place_weights(model.weights, make_plan(plan, mesh_of(count))))
 
 
 @functools.cache
-def plainly(law, requests=9):
+def with_stops(law):
+    """The nine requests of a law; two of three may not say at first what then ends them."""
+    laws = {"greedy": GREEDY, "sampled": SAMPLED[:9], "mixed": MIXED}[law]
+    said = tokens(decode(wide_model(), PROMPTS, "autoregressive", sampling=laws))
+    return [
+        s if i % 3 == 1 else replace(s, stop_ids=(said[i][3],), min_new_tokens=LEAST)
+        for i, s in enumerate(laws)
+    ]
+
+
+@functools.cache
+def plainly(law):
     """What one device says with plain decoding; a request says the same in any batch."""
-    laws = {"greedy": GREEDY, "sampled": SAMPLED, "mixed": MIXED}[law][:requests]
-    return tokens(decode(wide_model(), PROMPTS[:requests], "autoregressive", sampling=laws))
+    laws = with_stops(law)
+    said = tokens(decode(wide_model(), PROMPTS, "autoregressive", sampling=laws))
+    for one, tokens_ in zip(laws, said, strict=True):
+        stops = [i for i, token in enumerate(tokens_) if token in one.stop_ids]
+        assert stops in ([], [len(tokens_) - 1]) and min(stops, default=LEAST) >= LEAST
+    assert min(map(len, said)) < NEW  # a stop was said where it may be
+    return said
 
 
 def compare(monkeypatch, plan, count, method, requests):
-    """Both laws, through one program, with a drafter that often knows what comes."""
+    """Both laws, through one program, with a drafter that often knows what comes, and some
+    requests that may not stop yet."""
     prompts = PROMPTS[:requests]
-    for law, samplings in (("greedy", GREEDY), ("sampled", SAMPLED)):
-        plain = plainly(law)[:requests]
+    for law in ("greedy", "sampled"):
+        plain, samplings = plainly(law)[:requests], with_stops(law)[:requests]
         with monkeypatch.context() as patch:
             model = placed(plan, count)
             if method != "autoregressive":
                 model = use_knowing_drafter(patch, model, prompts, plain)
-            state = decode(model, prompts, method, sampling=samplings[:requests])
+            state = decode(model, prompts, method, sampling=samplings)
         assert tokens(state)[:requests] == plain, law
         assert method == "autoregressive" or int(np.asarray(state.depth).max()) >= 2
 
@@ -137,16 +160,48 @@ def check(plan, count, method, model, **how):
 )
 def test_rejection_is_the_same(plan, count, method):
     """Its text depends on the drafts, so one device is asked with the same method."""
-    how = dict(speculation=dd.Speculation(acceptance="rejection"), sampling=MIXED[:3])
+    laws = with_stops("mixed")[:3]
+    how = dict(speculation=dd.Speculation(acceptance="rejection"), sampling=laws)
     alone = decode(wide_model(), PROMPTS[:3], method, **how)
     many = decode(placed(plan, count), PROMPTS[:3], method, **how)
     assert tokens(many)[:3] == tokens(alone)
     assert int(alone.hits(1).sum()) > 0
+    said = tokens(alone)
+    assert not any(t in s.stop_ids for s, one in zip(laws, said, strict=True) for t in one[:LEAST])
+
+
+@pytest.mark.parametrize("count", (2, 8))
+def test_ties_go_to_the_lowest_id(count):
+    """Also between columns of the vocabulary that lie on different devices."""
+    plan, r, n, vocab = make_plan("expert", mesh_of(count)), 3, 2, 12
+    best = [[(0, 1, 2, 3, 4), (1, 6, 7, 10, 11)], [(5, 6, 9, 11), (2, 3, 4, 8)]]
+    best.append([tuple(range(12)), (0, 11, 5, 6)])
+    logits = np.zeros((r, n, vocab))
+    for row, column in np.ndindex(r, n):
+        logits[row, column, list(best[row][column])] = 1.0
+    padding = np.full((r, n, -vocab % count), 9.0)  # no token
+    law, at = Law.of([dd.Sampling()] * r), np.zeros((r, n), np.int32)
+    stops, barred = np.full((r, 1), -1, np.int32), np.zeros((r, n), bool)
+
+    def decide(logits):
+        own = plan.within()
+        chosen = coupled_tokens(own, logits, law, at, None, stops, barred, vocab)
+        _, drafts = best_candidates(own, logits, law, at, None, 4, vocab, True)
+        return chosen, drafts
+
+    columns, everywhere = PartitionSpec(None, None, AXIS), PartitionSpec()
+    run = jax.shard_map(
+        decide, mesh=plan.mesh, in_specs=columns, out_specs=everywhere, check_vma=False
+    )
+    chosen, drafts = run(np.concatenate([logits, padding], axis=-1))
+    wanted = np.array([[sorted(ids)[:4] for ids in row] for row in best])
+    np.testing.assert_array_equal(chosen, wanted[..., 0])
+    np.testing.assert_array_equal(drafts, wanted)
 
 
 def test_own_rows_are_those_that_were_given():
     """Where all devices route the rows of all, each finds its own again."""
-    plan = make_plan("data", Mesh(np.array(jax.devices()[:4]), ("devices",)))
+    plan = make_plan("data", mesh_of(4))
     own, spec = plan.within(), PartitionSpec(AXIS)
     x = np.arange(24).reshape(12, 2)
     there_and_back = jax.shard_map(
@@ -230,10 +285,9 @@ def test_what_does_not_divide_is_padded(plan, count, changes):
     ],
 )
 def test_too_many_devices_are_refused(plan, count, changes, said):
-    mesh = Mesh(np.array(jax.devices()[:count]), ("devices",))
     config = replace(wide_model().config, **changes)
     with pytest.raises(ValueError, match=f"plan='{plan}' on {count} devices: {said}"):
-        check_plan(make_plan(plan, mesh), config)
+        check_plan(make_plan(plan, mesh_of(count)), config)
 
 
 @pytest.mark.parametrize("plan", ("expert", slow("tensor"), slow("data")))
@@ -254,7 +308,7 @@ def test_a_broken_request_ends_alone(plan):
     """NaN in one request's cache, or in a device's share of the rows, is no other request's."""
     plain, many = plainly("mixed"), placed(plan, 2)
     step = Method("ddtree", TREE, many.weights)
-    state = dd.prefill(many, PROMPTS[:3], MIXED[:3], NEW)
+    state = dd.prefill(many, PROMPTS[:3], with_stops("mixed")[:3], NEW)
     page = 1 * state.block_tables.shape[1]  # of the second request, the first device's
     latents = state.cache.latents.at[:, page, 3].set(np.nan)
     state = replace(state, cache=replace(state.cache, latents=latents))
