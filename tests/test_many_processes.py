@@ -12,7 +12,7 @@ from commands import command, ends, free_port, group, script, wait_for
 import ddtree_jax as dd
 from ddtree_jax.tokenizer import RANKS
 
-RAGGED = ("the thing", "x", "in the thing " * 9, "你好, \n world", "ing")
+RAGGED = ("the thing", "x", "in the thing " * 9, "你好, \n world", "a", "thin ing", "ing")
 NEW = "24"  # tokens of each
 
 
@@ -56,7 +56,7 @@ def alone(folder):
 def test_the_same_tokens(folder, alone, count, devices, plan):
     """And nothing but them on any output, though the libraries below write what they like.
 
-    Five prompts: `data` has live requests in every process.
+    Seven prompts, padded to eight: `data` has live requests in every process.
     """
     stop, wanted = alone
     words = "--json", "--max-new-tokens", NEW, f"--stop={stop}", "--plan", plan
