@@ -277,7 +277,7 @@ class Sampling:
         for token in self.stop_ids:
             require(is_int(token) and token >= 0, "stop_ids", token, "token ids")
         for text in self.stop:
-            require(isinstance(text, str) and text != "", "stop", text, "strings of at least 1")
+            require(isinstance(text, str) and text != "", "stop", text, "strings, not empty")
             odd = any("\ud800" <= c <= "\udfff" for c in text)  # what bytes not UTF-8 become
             require(not odd, "stop", text, "UTF-8")
         for name in _UNSUPPORTED:
