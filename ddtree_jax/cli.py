@@ -173,7 +173,7 @@ def _generate(options) -> int:
         results = [_show(model, prompt, settings) for prompt in options.prompts]
     failed = any(done.finish_reason == "error" for done in results)
     if failed:
-        print("ddtree_jax: error: the target produced NaN", file=sys.stderr)
+        print("ddtree_jax: error: the target produced NaN or infinite logits", file=sys.stderr)
     return int(failed)
 
 

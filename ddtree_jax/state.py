@@ -92,7 +92,7 @@ class DecodeState:
 
     @property
     def error(self) -> Bool[Array, " r"]:
-        """Requests whose target produced NaN; they ended there, without a token from it."""
+        """Requests that ended, without a token, on NaN or infinite logits of the target."""
         return self.reason == ERROR
 
 

@@ -311,7 +311,7 @@ def test_a_target_of_nan_ends_with_an_error(command, copy):
     tensors[name][7] = np.nan
     save_file(tensors, shard)
     status, out, err = command("x", "the", "--json", model=copy)
-    assert (status, err) == (1, "ddtree_jax: error: the target produced NaN\n")
+    assert (status, err) == (1, "ddtree_jax: error: the target produced NaN or infinite logits\n")
     for line in out.splitlines():
         found = json.loads(line)
         assert (found["finish_reason"], found["text"], found["tokens"]) == ("error", "", [])

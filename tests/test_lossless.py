@@ -320,6 +320,11 @@ def test_nan_drafts_change_nothing(monkeypatch):
     for method in ("dflash", "ddtree"):
         state = decode(broken, prompts, method)
         assert tokens(state) == plain and not bool(state.error.any())
+    # A chain drawn from them has no token: every pass draws one, with the position's noise.
+    sampling = dd.Sampling(1.0, seed=3)
+    plain = tokens(decode(model, prompts, "autoregressive", sampling=sampling))
+    state = decode(broken, prompts, "dflash", dd.Speculation(acceptance="rejection"), sampling)
+    assert tokens(state) == plain and not bool(state.error.any())
 
 
 def test_nan_targets_end_their_request_only():

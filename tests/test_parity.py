@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny import tiny_model
 
 from ddtree_jax.checkpoint import load_drafter, load_target
 from ddtree_jax.config import PAGE_SIZE
 from ddtree_jax.model.attention import expanded_attention
 from ddtree_jax.model.dflash import block_visibility, grouped_attention, merge_dflash
-from ddtree_jax.model.kimi import merge_kimi
+from ddtree_jax.model.kimi import DecoderLayer, merge_kimi
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 
 TESTS = Path(__file__).parent
@@ -31,6 +32,23 @@ def relative(found, wanted) -> float:
     found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     assert found.shape == wanted.shape
     return np.abs(found - wanted).max() / np.abs(wanted).max()
+
+
+def test_bf16_sums_over_layers_and_logits_are_not_rounded(monkeypatch):
+    """What a layer computes and what is kept of it is bf16."""
+    seen, call = [], DecoderLayer.__call__
+
+    def watched(self, x, *rest):
+        seen.append(x.dtype)
+        return call(self, x, *rest)
+
+    monkeypatch.setattr(DecoderLayer, "__call__", watched)
+    target, index = tiny_model("bfloat16").weights.target_module(), jnp.arange(8, dtype=jnp.int32)
+    rows = target(index, index, index >= 0, expanded_attention, (0,))
+    logits = target.lm_head(rows.hidden)
+    assert {str(dtype) for dtype in seen} == {"float32"} == {str(logits.dtype)}
+    assert {str(x.dtype) for x in (rows.hidden, rows.taps, rows.latents)} == {"bfloat16"}
+    assert (logits != logits.astype(jnp.bfloat16)).mean() > 0.9
 
 
 def cases(name):

@@ -91,7 +91,7 @@ class Kimi(nnx.Module):
         last layer, where transformers would give the normed one.
 
         Rows are summed up in float32 or wider: rounding them to bf16 after every layer makes of a
-        last-bit difference between two kernels one of a whole step, twice as many near-ties part.
+        last-bit difference between two kernels one of a whole step, and more near-ties part.
         """
         x = self.embed(tokens)
         dtype = x.dtype

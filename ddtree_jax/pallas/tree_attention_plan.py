@@ -99,14 +99,14 @@ def make_plan(
         share=share[None],
         words=mask,
         nodes=nodes,
-        divided=where(several),
-        orphans=where(~owned),
+        divided=indices(several),
+        orphans=indices(~owned),
         places=request * (tiles * TILE // heads) + row - first[request],
         owned=owned,
     )
 
 
-def where(holds: Bool[Array, " n"]) -> Int32[Array, " n1"]:
+def indices(holds: Bool[Array, " n"]) -> Int32[Array, " n1"]:
     """The indices where it holds, then anything, and last how many they are."""
     found = jnp.nonzero(holds, size=holds.shape[0], fill_value=0)[0].astype(jnp.int32)
     return jnp.append(found, holds.sum(dtype=jnp.int32))
