@@ -15,6 +15,8 @@ from benchmarks.results_file import RESULTS
 
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
+LAW_NAMES = {"t0.6": "T = 0.6", "t1": "T = 1", "t1_top_p": "T = 1, top-p 0.95"}  # of sampling.json
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -103,7 +105,6 @@ def sampling(result: dict) -> str:
     """Accept lengths of the acceptance rules under temperature, short and long prompts together."""
     points = [p for p in result["points"] if p["part"] == "rules"]
     chains = {"coupled": "coupled chain", "rejection": "sampled chain"}
-    laws = {"t0.6": "T = 0.6", "t1": "T = 1", "t1_top_p": "T = 1, top-p 0.95"}
     budgets = sorted({p["budget"] for p in points if p["method"] == "ddtree"})
 
     def mean(kind, law, rule, budget=None):
@@ -117,7 +118,7 @@ def sampling(result: dict) -> str:
     rows = [
         [kind, words, rule, mean(kind, law, chain), *(mean(kind, law, rule, b) for b in budgets)]
         for kind in ("code", "prose")
-        for law, words in laws.items()
+        for law, words in LAW_NAMES.items()
         for rule, chain in chains.items()
     ]
     top_k = next(p["top_k"] for p in points if p["method"] == "ddtree")

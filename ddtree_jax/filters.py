@@ -6,7 +6,7 @@ probability. Equal tokens are kept or left out together.
 
 Nearly every threshold lies among a row's HEAD largest tokens, which are cheap to find and give it
 at once. A row whose threshold lies deeper (a flat distribution under top-p alone, top_k past
-HEAD) takes 64 counting passes over the vocabulary; rows are judged one by one, so a row's
+HEAD) takes up to 16 counting passes over the vocabulary; rows are judged one by one, so a row's
 threshold is the same in every batch.
 """
 
@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from ddtree_jax.select import largest_values
 
 HEAD = 128
+DIGIT = 4  # bits of a threshold found in a pass over the vocabulary
+INFINITE = 0x007FFFFF, 0xFF800000  # where -inf and +inf stand in the order of all float32
 
 
 def threshold(
@@ -66,41 +68,53 @@ def _in_head(x, top_k, top_p):
 
 
 def _by_counting(x, top, top_k, top_p):
-    """The same at any depth: the bits of each threshold from the highest down, by counting and
+    """The same at any depth: the digits of each threshold from the highest down, by counting and
     weighing what lies above."""
-    rows, v = x.shape[:-1], x.shape[-1]
-    key = _ordered(x)
-    weight = jnp.exp(x - _finite(top)[..., None])
+    v = x.shape[-1]
     k = jnp.where(top_k > 0, jnp.minimum(top_k, v), v)
-    kth = _greatest(lambda candidate: (key >= candidate[..., None]).sum(axis=-1) >= k, rows)
-    weight = jnp.where(key >= kth[..., None], weight, 0)
-    wanted = top_p * weight.sum(axis=-1)
 
-    def enough(candidate):
-        return jnp.where(key >= candidate[..., None], weight, 0).sum(axis=-1) >= wanted
+    def weight(x):
+        return jnp.exp(x - _finite(top)[..., None])
 
+    def kept(x):
+        return jnp.where(x >= kth[..., None], weight(x), 0)
+
+    kth = lax.cond(
+        (top_k > 0).any(),
+        lambda: _greatest(x, lambda x: jnp.ones(x.shape, jnp.int32), k),
+        lambda: jnp.full(top.shape, -jnp.inf),
+    )
     # Mass 0 is "enough" for top_p = 0 at any threshold: at least the largest is kept.
-    nucleus = jnp.minimum(_greatest(enough, rows), key.max(axis=-1))
-    return _value(jnp.maximum(kth, jnp.where(top_p < 1, nucleus, 0)))
+    nucleus = jnp.minimum(_greatest(x, kept, top_p * kept(x).sum(axis=-1)), top)
+    return jnp.maximum(kth, jnp.where(top_p < 1, nucleus, -jnp.inf))
 
 
-def _greatest(holds, rows) -> UInt32[Array, "*rows"]:
-    """The greatest key for which `holds`, which holds from some key downwards; 0 if for none."""
+def _greatest(x, weight, wanted) -> Float[Array, "*rows"]:
+    """The greatest threshold such that the logits from it upwards weigh `wanted`; -inf if none is.
 
-    def bit(i, found):
-        candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, found)
+    A pass over the row decides DIGIT bits: it weighs what lies above each of their values.
+    """
 
-    return lax.fori_loop(0, 32, bit, jnp.zeros(rows, jnp.uint32))
+    def digit(i, found):
+        place = (32 - DIGIT * (i + 1)).astype(jnp.uint32)
+        least = [_value(found | (jnp.uint32(d) << place))[..., None] for d in range(1, 1 << DIGIT)]
+        weights = weight(x)
+        above = [jnp.where(x >= value, weights, 0) for value in least]
+        sums = lax.reduce(
+            above,
+            [jnp.zeros((), weights.dtype)] * len(above),
+            lambda left, right: [a + b for a, b in zip(left, right, strict=True)],
+            (x.ndim - 1,),
+        )
+        enough = sum((weighed >= wanted).astype(jnp.uint32) for weighed in sums)
+        return found | (enough << place)
 
-
-def _ordered(x: Float[Array, "*s"]) -> UInt32[Array, "*s"]:
-    """Float32 as integers of the same order; -0 equals 0."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    return _value(lax.fori_loop(0, 32 // DIGIT, digit, jnp.zeros(x.shape[:-1], jnp.uint32)))
 
 
 def _value(key: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
+    """The float32 at a place in the order of all; beyond the infinities, these."""
+    key = jnp.clip(key, *map(jnp.uint32, INFINITE))
     bits = jnp.where(key >> 31 == 1, key & jnp.uint32(2**31 - 1), ~key)
     return lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -233,6 +233,27 @@ def rule_points():
     ]  # fmt: skip
 
 
+def test_committed_sampling_figures():
+    """The file holds every mix, law, rule and budget, its summary is its points', and the gates."""
+    found = json.loads((results_file.RESULTS / "sampling.json").read_text())
+    points, summary = found["points"], found["summary"]
+    here = [p for p in points if p["part"] == "rules"]
+    assert {(p["mix"], p["law"], p["rule"], p["budget"]) for p in here} == {
+        (p["mix"], p["law"], p["rule"], p["budget"]) for p in rule_points()
+    }
+    timed = [p for p in points if p["part"] == "filters"]
+    assert summary == sampling.summarise(here, timed)
+    assert summary["coupled_t1_b16"] >= 2.0
+    assert summary["filter_us_9_rows"] <= 80 and summary["filter_us_1152_rows"] <= 1000
+    for kind in ("code", "prose"):  # what the README says of trees and chains of equal cost
+        coupled, drawn, chain = (
+            sampling.mean(here, kind, rule, "t1", 7)
+            for rule in ("coupled", "rejection", "sampled chain")
+        )
+        assert 1.13 <= coupled / chain <= 1.15
+        assert (drawn < chain) == (kind == "prose")
+
+
 def test_sampling_keeps_the_part_it_does_not_run(monkeypatch, tmp_path):
     """And its table takes the mean over passes of the short and the long mix."""
     points = rule_points()
