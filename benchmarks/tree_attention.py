@@ -30,7 +30,7 @@ from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 
 D, VALUE, PAGE, SCALE = 576, 512, 64, 192**-0.5
 L2 = 60 << 20
-CALLS = 8  # of a program, at least
+CALLS = 4, 48  # of a program: as many as last a millisecond, so that no call waits for the host
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,9 @@ SCREENED = [
     Point(1, 8192, 1, 8), Point(32, 8192, 1, 8),
 ]  # fmt: skip
 CONFIGS = [
-    Config(),
-    Config(merge_together=4),
-    Config(merge_together=16),
-    Config(least_share=1),
-    Config(least_share=2),
-    Config(least_share=8),
+    Config(least_share=share, merge_together=together)
+    for share in (1, 2, 4, 8)
+    for together in (8, 16, 32)
 ]
 
 
@@ -128,7 +125,7 @@ def plan_of(point: Point, config: Config, arguments: tuple):
 
 def calls_of(point: Point, layers: int) -> int:
     """Attentions of a program: every layer at least once."""
-    return max(CALLS, layers) if point.limit_us < 200 else max(4, layers)
+    return max(layers, *np.clip([int(1000 / point.limit_us)], *CALLS))
 
 
 def program(point: Point, config: Config, masked: bool) -> Callable:

@@ -120,7 +120,9 @@ def gate_up(
         outs.append(jax.ShapeDtypeStruct((count // 8, width // HALF, 4, 8), jnp.float32))
     flags = work.flags[0]
     tiles = width // HALF
-    made = _grouped(rows, weights, layer, work, flags, outs, finish, tiles, config, interpret)
+    made = _grouped(
+        "expert_gate_up", rows, weights, layer, work, flags, outs, finish, tiles, config, interpret
+    )
     return Rows(made[0], made[1] if biased else None)
 
 
@@ -147,11 +149,16 @@ def down(
     outs = [jax.ShapeDtypeStruct((pairs, size), jnp.bfloat16)]
     flags = work.flags[1]
     tiles = size // ROWS
-    made = _grouped(rows, weights, layer, work, flags, outs, finish, tiles, config, interpret)
+    made = _grouped(
+        "expert_down", rows, weights, layer, work, flags, outs, finish, tiles, config, interpret
+    )
     return made[0]
 
 
-def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles, config, interpret):
+def _grouped(
+    name: str, rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles: int,
+    config: ExpertConfig, interpret,
+):  # fmt: skip
     """Run `finish` on every row of every slot with its products with 256 weight rows of a tile.
 
     They come as two halves of 128. `flags` are 0, and 1 once a block's part of an item is there.
@@ -335,6 +342,7 @@ def _grouped(rows: Rows, weights, layer, work: Work, flags, outs, finish, tiles,
         grid_names=("cta",),
         num_threads=wgs + 1,
         thread_name="wg",
+        kernel_name=name,
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -156,6 +156,7 @@ def sort_rows(
         scratch_types=(plgpu.SMEM((chunks * _LANES,), jnp.int32),) * 3,
         grid=(ctas,),
         grid_names=("cta",),
+        kernel_name="expert_sort",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )

@@ -90,8 +90,8 @@ def tree_attention(
             pages=block_tables.shape[1], max_rows=max_rows, config=config,
         )  # fmt: skip
     shapes = Shapes(
-        heads, d, value_size, tiles, blocks_of(max_rows), gangs, m, pool.shape[1], config.stages,
-        masked, scale, interpret,
+        heads, d, value_size, max_rows, tiles, blocks_of(max_rows), gangs, m, pool.shape[1],
+        config.stages, masked, scale, interpret,
     )  # fmt: skip
     layer = jnp.clip(jnp.asarray(layer, jnp.int32), 0, pool.shape[0] - 1)
     merging = config.merge_together, config.multiprocessors
@@ -205,7 +205,11 @@ def plan_if_supported(
 
 
 # By heads, and whether requests have one row each: what `benchmarks/tree_attention.py` chose.
-BEST: dict[tuple[int, bool], Config] = {}
+BEST = {
+    (8, False): Config(merge_together=16),
+    (8, True): Config(least_share=2, merge_together=16),
+    (64, True): Config(least_share=2, merge_together=32),
+}
 
 
 def best_config(heads: int, max_rows: int) -> Config:

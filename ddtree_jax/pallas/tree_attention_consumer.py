@@ -170,29 +170,33 @@ def consume(tile: Tile, wg: int) -> None:
         plgpu.commit_smem()
         to = pl.ds(first_column, columns)
 
-        @pl.when(seg.whole)
-        def _():
-            for i in range(s.tile_rows):
+        place = seg.slot * s.tiles + tile.index
+        for i in range(s.tile_rows):
+            mine = o_s.at[pl.ds(i * s.heads, s.heads)]
+            there = tile.first_node + i < seg.rows
 
-                @pl.when(tile.first_node + i < seg.rows)
-                def _(i=i):
-                    row = seg.row + tile.first_node + i
-                    plgpu.copy_smem_to_gmem(
-                        o_s.at[pl.ds(i * s.heads, s.heads)],
-                        refs.out.at[pl.ds(row * s.heads, s.heads), to],
-                    )
+            @pl.when(there & seg.whole)
+            def _(i=i, mine=mine):
+                row = seg.row + tile.first_node + i
+                to_rows = refs.out.at[pl.ds(row * s.heads, s.heads), to]
+                plgpu.copy_smem_to_gmem(mine, to_rows)
 
-            if wg == 0:
-                plgpu.copy_smem_to_gmem(
-                    refs.stats_s.at[s.stages + 1], refs.lse.at[seg.request * s.tiles + tile.index]
-                )
+            @pl.when(there & jnp.logical_not(seg.whole))
+            def _(i=i, mine=mine):
+                to_rows = refs.part.at[place, pl.ds(i * s.heads, s.heads), to]
+                plgpu.copy_smem_to_gmem(mine, to_rows)
 
-        @pl.when(jnp.logical_not(seg.whole))
-        def _():
-            place = seg.slot * s.tiles + tile.index
-            plgpu.copy_smem_to_gmem(o_s, refs.part.at[place, :, to])
-            if wg == 0:
-                plgpu.copy_smem_to_gmem(refs.stats_s.at[s.stages + 1], refs.part_lse.at[place])
+        if wg == 0:
+            lse = refs.stats_s.at[s.stages + 1]
+
+            @pl.when(seg.whole)
+            def _():
+                to_tile = refs.lse.at[seg.request * s.tiles + tile.index]
+                plgpu.copy_smem_to_gmem(lse, to_tile)
+
+            @pl.when(jnp.logical_not(seg.whole))
+            def _():
+                plgpu.copy_smem_to_gmem(lse, refs.part_lse.at[place])
 
         # The next segment's queries overwrite what both have just stored.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -103,7 +103,7 @@ def run_attend(s: Shapes, q, nodes, pool, tables, layer, requests, gangs, share,
     [requests * tiles, 64] (in units of log2), both for undivided requests only, and `part`,
     `part_lse` by slot and tile.
     """
-    slots, count = 2 * s.gangs * s.tiles, requests.shape[0] - 1
+    slots, count = 2 * s.gangs * s.tiles, requests.shape[0]
     bf16, f32 = jnp.bfloat16, jnp.float32
     return plgpu.kernel(
         attend(s),

@@ -9,6 +9,8 @@ A block of 128 threads takes one query row (tree row and head) after another: th
 neighbouring columns, so that all parts of a row are read at once and in whole lines.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,12 +25,13 @@ from ddtree_jax.pallas.tree_attention_shapes import (
 )
 
 THREADS = 128
-BLOCKS = 4  # of threads on each multiprocessor
+FEW = 4  # partial results of a row that are not worth loading more together
+BLOCKS = 16  # of threads on each multiprocessor, so that many rows are read at once
 
 
 def merge(s: Shapes, blocks: int, together: int):
     """The body of the merge kernel."""
-    of_request = s.tiles * TILE  # query rows, at most
+    of_request = s.most * s.heads  # query rows, at most
     each = s.wide // THREADS
     vector = next(size for size in (4, 2, 1) if each % size == 0)
     layout = plgpu.Layout.WG_STRIDED((s.wide,), vec_size=vector)
@@ -48,14 +51,14 @@ def merge(s: Shapes, blocks: int, together: int):
         def one(item):
             r = divided[lax.div(item, jnp.int32(of_request))]
             query = lax.rem(item, jnp.int32(of_request))
-            pl.when(query < requests[r, 3] * s.heads)(lambda: query_row(r, query))
+            pl.when(query < requests[r, 4] * s.heads)(lambda: query_row(r, query))
 
         def query_row(r, query):
-            start, stop = requests[r, 0], requests[r + 1, 0]
+            start, stop = requests[r, 0], requests[r, 1]
             first, last = lax.div(start, share), lax.div(stop - 1, share)
             tile, lane = lax.div(query, jnp.int32(TILE)), lax.rem(query, jnp.int32(TILE))
 
-            def some(i, carry):
+            def some(together, i, carry):
                 acc, top, total = carry
                 pieces = []
                 for u in range(together):
@@ -76,12 +79,18 @@ def merge(s: Shapes, blocks: int, together: int):
                     total += weight
                 return acc, highest, total
 
-            rounds = lax.div(last - first + together, jnp.int32(together))
-            carry = constant(0), jnp.float32(LOWEST), jnp.float32(0)
-            acc, top, total = lax.fori_loop(0, rounds, some, carry)
+            def all_of(together):
+                rounds = lax.div(last - first + together, jnp.int32(together))
+                carry = constant(0), jnp.float32(LOWEST), jnp.float32(0)
+                return lax.fori_loop(0, rounds, partial(some, together), carry)
+
+            few = min(FEW, together)
+            acc, top, total = lax.cond(
+                last - first < few, lambda: all_of(few), lambda: all_of(together)
+            )
             empty = total <= 0
             total = jnp.where(empty, 1.0, total)
-            out[requests[r, 2] * s.heads + query] = (acc * (1 / total)).astype(jnp.bfloat16)
+            out[requests[r, 3] * s.heads + query] = (acc * (1 / total)).astype(jnp.bfloat16)
             lse[r * s.tiles + tile, lane] = jnp.where(empty, -jnp.inf, top + jnp.log2(total))
 
         def nothing(item):
@@ -102,7 +111,8 @@ def run_merge(
 
     `together` partial results are loaded at a time, so that their latencies overlap.
     """
-    blocks = BLOCKS * multiprocessors
+    rows = max(requests.shape[0] * s.most, s.rows) * s.heads
+    blocks, together = min(BLOCKS * multiprocessors, rows), min(together, s.gangs)
     out, lse = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         merge(s, blocks, together),

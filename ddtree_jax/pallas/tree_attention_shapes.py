@@ -24,6 +24,7 @@ class Shapes(NamedTuple):
     heads: int
     d: int  # elements of a latent
     value: int  # of which values
+    most: int  # rows of a request at most
     tiles: int  # of a request
     tree_blocks: int  # of a request
     gangs: int
@@ -119,12 +120,9 @@ class Segment(NamedTuple):
 
 def segment_of(requests, share, gang, request) -> Segment:
     """The blocks of `request` that fall into the gang's range of all blocks, if any."""
-    start, length = requests[request, 0], requests[request, 1]
-    row, rows = requests[request, 2], requests[request, 3]
-    stop, total = requests[request + 1, 0], requests[requests.shape[0] - 1, 0]
+    start, stop, length, row, rows = (requests[request, i] for i in range(5))
     begin = gang * share
-    end = jnp.minimum(begin + share, total)
-    low, high = jnp.maximum(begin, start), jnp.minimum(end, stop)
+    low, high = jnp.maximum(begin, start), jnp.minimum(begin + share, stop)
     return Segment(
         request, length, row, rows, lax.div(length + TILE - 1, jnp.int32(TILE)), low - start,
         jnp.maximum(high - low, 0), (low == start) & (high == stop),

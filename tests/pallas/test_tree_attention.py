@@ -133,10 +133,10 @@ def blocks_by_gang(plan, gangs):
     requests, share = np.asarray(plan.requests), int(plan.share[0])
     work = []
     for gang in range(gangs):
-        begin, end = gang * share, min((gang + 1) * share, requests[-1, 0])
         mine = []
         for r in range(*np.asarray(plan.gangs)[gang]):
-            low, high = max(begin, requests[r, 0]), min(end, requests[r + 1, 0])
+            low = max(gang * share, requests[r, 0])
+            high = min((gang + 1) * share, requests[r, 1])
             mine += [(r, b - requests[r, 0]) for b in range(low, high)]
         work.append(mine)
     return work
@@ -167,9 +167,28 @@ def test_plan_divides_all_blocks_evenly(requests, width, longest):
         for b in range(-(-lengths[r] // 64) + -(-int(rows[r]) // 64))
     ]
     assert [block for mine in work for block in mine] == wanted
-    even = -(-len(wanted) // len(work))
-    assert max(map(len, work)) <= max(even, Config().least_share)
+    equal = max(-(-len(wanted) // len(work)), Config().least_share)
+    assert max(map(len, work)) <= equal + -(-equal // 8)
     assert len({r for mine in work for r, _ in mine}) == (rows > 0).sum()
+
+
+@pytest.mark.parametrize("requests,context,width,heads,share,several", [
+    (128, 2048, 1, 64, 33, 0),  # a request each: nothing to merge
+    (32, 8192, 1, 64, 33, 32),  # four gangs each, none of which goes on to another request
+    (32, 8192, 9, 64, 295, 13),  # of 14 gangs: requests cannot begin with one
+    (1, 8192, 1, 64, 4, 1),
+])  # fmt: skip
+def test_gangs_begin_with_a_request_where_that_is_cheap(
+    requests, context, width, heads, share, several
+):
+    plan = make_plan(
+        jnp.full(requests, context), jnp.arange(requests + 1) * width,
+        jnp.ones((requests * width, 1), jnp.uint32), heads=heads, pages=context // 64,
+        max_rows=width,
+    )  # fmt: skip
+    assert int(plan.share[0]) == share and int(plan.divided[-1]) == several
+    if share == 33:
+        assert {len({r for r, _ in mine}) for mine in blocks_by_gang(plan, 132)} == {0, 1}
 
 
 WIDTHS = (1, 9, 17, 33)
