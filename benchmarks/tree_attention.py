@@ -125,7 +125,8 @@ def plan_of(point: Point, config: Config, arguments: tuple):
 
 def calls_of(point: Point, layers: int) -> int:
     """Attentions of a program: every layer at least once."""
-    return max(layers, *np.clip([int(1000 / point.limit_us)], *CALLS))
+    least, most = CALLS
+    return max(layers, least, min(most, int(1000 / point.limit_us)))
 
 
 def program(point: Point, config: Config, masked: bool) -> Callable:

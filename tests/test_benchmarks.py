@@ -363,7 +363,7 @@ def test_attention_summary_has_the_named_figures():
 def test_attention_program_is_attention_only(monkeypatch):
     """Two Mosaic calls a layer, one traced body, the plan outside."""
     monkeypatch.setattr(tree_attention, "L2", 1 << 16)
-    monkeypatch.setattr(tree_attention, "CALLS", 3)
+    monkeypatch.setattr(tree_attention, "CALLS", (3, 3))
     point, config = tree_attention.Point(2, 128, 9, 8), tree_attention.Config()
     made = tree_attention.inputs(point)
     plan = tree_attention.plan_of(point, config, made)
@@ -390,7 +390,7 @@ def test_attention_benchmark_runs(monkeypatch, tmp_path, stage, capsys):
     bench, small = tree_attention, [tree_attention.Point(1, 64, n, 8) for n in (1, 9)]
     monkeypatch.setattr(bench, "tree_attention", stand_in)
     monkeypatch.setattr(bench, "L2", 1 << 16)
-    monkeypatch.setattr(bench, "CALLS", 1)
+    monkeypatch.setattr(bench, "CALLS", (1, 1))
     monkeypatch.setattr(ceilings, "measure", lambda: {"read_tb_s": 4.5})
     monkeypatch.setattr(bench.Timed, "sample", lambda self: 10.0 * self.config.stages)
     monkeypatch.setattr(bench, "CONFIGS", [bench.Config(stages=3), bench.Config()])
