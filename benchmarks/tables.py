@@ -191,8 +191,26 @@ def experts(result: dict) -> str:
     return markdown(heads, rows)
 
 
+def attention(result: dict) -> str:
+    """Tree attention: microseconds of a call, in brackets the share of its limit."""
+    widths = sorted({p["width"] for p in result["points"]})
+    cells = {
+        (p["heads"], p["requests"], p["context"], p["width"]): f"{p['us']:,.0f} ({p['share']:.2f})"
+        for p in result["points"]
+    }
+    rows = [
+        [str(heads), str(requests), f"{context:,}",
+         *(cells.get((heads, requests, context, n), "-") for n in widths)]
+        for heads, requests, context in sorted({key[:3] for key in cells}, reverse=True)
+    ]  # fmt: skip
+    return markdown(
+        ["heads", "requests", "context", *(f"{n} row{'s' * (n > 1)}" for n in widths)], rows
+    )
+
+
 TABLES = {
     "acceptance": ("acceptance", acceptance),
+    "attention": ("tree_attention", attention),
     "acceptance_grid": ("acceptance", acceptance_grid),
     "sampling": ("sampling", sampling),
     "calibration": ("calibration", calibration),
