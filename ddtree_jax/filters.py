@@ -82,7 +82,7 @@ def _by_counting(x, top, top_k, top_p):
     kth = lax.cond(
         (top_k > 0).any(),
         lambda: _greatest(x, lambda x: jnp.ones(x.shape, jnp.int32), k),
-        lambda: jnp.full(top.shape, -jnp.inf),
+        lambda: jnp.full_like(top, -jnp.inf),
     )
     # Mass 0 is "enough" for top_p = 0 at any threshold: at least the largest is kept.
     nucleus = jnp.minimum(_greatest(x, kept, top_p * kept(x).sum(axis=-1)), top)
