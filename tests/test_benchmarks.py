@@ -193,6 +193,11 @@ def results(tmp_path):
          "us": 1460.8, "limit_us": 1168.3, "share": 0.7998, "tflops": 13.8}
     ]  # fmt: skip
     results_file.write(tmp_path / "expert_matmul.json", {}, layers, [])
+    calls = [
+        {"heads": heads, "requests": 32, "context": 8192, "width": n, "us": us, "share": 0.6949}
+        for heads, n, us in ((8, 1, 90.02), (64, 1, 96.87), (64, 9, 1605.1))
+    ]
+    results_file.write(tmp_path / "tree_attention.json", {}, calls, [])
     summary = {"scale_depth_1": 1.0, "scale_depth_2": 0.7}
     results_file.write(tmp_path / "calibration.json", summary, points, [])
     return tmp_path
@@ -283,6 +288,8 @@ def test_tables(results, capsys):
     assert "| code | 16 | 16.50 | 8.50 |" in printed
     assert "| scaled by a fitted b (1, 0.7) | 1.80 | 2.60 |" in printed
     assert "| 2048, uniform | 9 | 67 | 1,461 | 1,168 | 0.80 | 14 |" in printed
+    assert "| 64 | 32 | 8,192 | 97 (0.69) | 1,605 (0.69) |" in printed
+    assert "| 8 | 32 | 8,192 | 90 (0.69) | - |" in printed
     assert printed.endswith(
         "<!-- table: sweep -->\n"
         "| prompts | requests | plain | tree 8/4 |\n"
