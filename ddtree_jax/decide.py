@@ -64,8 +64,8 @@ def coupled_tokens(
     """The token the target chooses after every node; -1 where `are_broken`."""
 
     def choice(logits, noise, law, stop_ids, _, barred):
-        log_p = log_law(bar_stops(logits, stop_ids, barred), law)
-        return choose(perturbed(log_p, noise, law), are_broken(logits))
+        logits = bar_stops(logits, stop_ids, barred)
+        return choose(perturbed(log_law(logits, law), noise, law), are_broken(logits))
 
     requests, rows = (law, stop_ids), (positions, barred)
     return _by_rows(plan, choice, logits, noise, requests, rows, vocab, True)
@@ -128,8 +128,9 @@ def rejection_walk(
     requests, horizon = logits.shape[0], positions.shape[1] - 1
     logits = plan.share(logits, vocab)
     tree, law, positions, stop_ids, barred = plan.own((tree, law, positions, stop_ids, barred))
+    logits = bar_stops(logits, stop_ids, barred)
     broken, greedy = are_broken(logits), law.temperature <= 0
-    log_p, coins = log_law(bar_stops(logits, stop_ids, barred), law), keyed_coins(law, positions, 1)
+    log_p, coins = log_law(logits, law), keyed_coins(law, positions, 1)
     if q is None:
         path, length, left = walk_tree(tree, log_p, broken, greedy, coins, horizon)
     else:
@@ -141,5 +142,6 @@ def rejection_walk(
 
 
 def are_broken(logits: Float[Array, "*rows v"]) -> Bool[Array, "*rows"]:
-    """Rows from which nothing can be chosen: with a NaN or +inf, or with -inf alone."""
+    """Rows from which nothing can be chosen: with a NaN or +inf, or with -inf alone, once stops
+    are barred."""
     return ~jnp.isfinite(logits.max(axis=-1))

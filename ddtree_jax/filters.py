@@ -99,13 +99,9 @@ def _greatest(x, weight, wanted) -> Float[Array, "*rows"]:
         place = (32 - DIGIT * (i + 1)).astype(jnp.uint32)
         least = [_value(found | (jnp.uint32(d) << place))[..., None] for d in range(1, 1 << DIGIT)]
         weights = weight(x)
-        above = [jnp.where(x >= value, weights, 0) for value in least]
-        sums = lax.reduce(
-            above,
-            [jnp.zeros((), weights.dtype)] * len(above),
-            lambda left, right: [a + b for a, b in zip(left, right, strict=True)],
-            (x.ndim - 1,),
-        )
+        # One sum each: of a reduction with many operands XLA adds a whole row one by one on a CPU,
+        # which loses the tail.
+        sums = [jnp.where(x >= value, weights, 0).sum(axis=-1) for value in least]
         enough = sum((weighed >= wanted).astype(jnp.uint32) for weighed in sums)
         return found | (enough << place)
 

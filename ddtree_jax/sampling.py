@@ -83,10 +83,16 @@ def _key(seed, position):
 
 
 def tempered(logits: Float[Array, "r *rows v"], law: Law) -> Float[Array, "r *rows v"]:
-    """Logits over temperature, in float32 or wider; untouched where T = 0."""
+    """Logits less the greatest, over temperature, in float32 or wider; untouched where T = 0.
+
+    The greatest becomes 0, so that noise and filters are not rounded away at a low temperature.
+    """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     t = _per_row(law.temperature, wide).astype(wide.dtype)
-    return wide / jnp.where(t > 0, t, 1)
+    sampled = (law.temperature > 0).any()
+    top = lax.cond(sampled, lambda: wide.max(axis=-1), lambda: jnp.zeros_like(wide[..., 0]))
+    top = jnp.where((t > 0) & jnp.isfinite(top)[..., None], top[..., None], 0)
+    return (wide - top) / jnp.where(t > 0, t, 1)
 
 
 def perturbed(x: Float[Array, "r *rows v"], noise, law: Law) -> Float[Array, "r *rows v"]:

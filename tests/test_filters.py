@@ -117,6 +117,27 @@ def test_a_threshold_does_not_depend_on_other_rows():
     assert np.isfinite(np.asarray(together)[0]).sum() < filters.HEAD
 
 
+@pytest.mark.parametrize(
+    "spread, likeliest, top_p", [(5, None, 0.9999), (3, None, 0.99), (0.3, 0.995, 0.999)]
+)
+def test_deep_thresholds_of_a_large_vocabulary(spread, likeliest, top_p):
+    """A float32 sum that adds 163,840 weights one by one would lose the tail, and depend on where
+    the likeliest token stands."""
+    rng = np.random.default_rng(3)
+    row = spread * rng.normal(size=163_840)
+    if likeliest:
+        row += np.log((1 - likeliest) / np.exp(row).sum())
+        row[0] = np.log(likeliest)
+    rows = np.stack([row, row[::-1]]).astype(np.float32)
+    sampling = Sampling(1.0, top_p=top_p)
+    got = law_of(rows, [sampling] * 2)
+    for p, x in zip(got, rows, strict=True):
+        wanted = slow_law(x, sampling)
+        assert (wanted > 0).sum() > 1000
+        assert abs((p > 0).sum() / (wanted > 0).sum() - 1) < 0.01
+        assert np.abs(p - wanted).sum() < 1e-5
+
+
 def test_golden_rows():
     """Cases from users' reports: a nucleus at the wrong temperature, ties, top_k 0 as greedy."""
     cases = [
@@ -181,6 +202,25 @@ def test_choices_follow_the_tempered_law(temperature):
     p = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     found = np.bincount(np.asarray(chosen)[0], minlength=len(p)) / draws
     assert (np.abs(found - p) < 4.5 * np.sqrt(p * (1 - p) / draws)).all()
+
+
+@pytest.mark.parametrize("logits, sampling, wanted", [
+    ([20, 20, 1], Sampling(1e-6), [0.5, 0.5, 0]),
+    ([20, 20, 1], Sampling(1e-8), [0.5, 0.5, 0]),
+    ([1e9, 0, 1e9], Sampling(1e-30), [0.5, 0, 0.5]),
+    ([1e7, 1e7, 1e7], Sampling(1.0), [1 / 3] * 3),
+    ([-1e7, -1e7, -1e7 - 1], Sampling(1.0, top_p=0.999), [0.4223, 0.4223, 0.1554]),
+    ([1e6, 1e6 - 0.125, 1e6], Sampling(1.0, min_p=0.9), [0.5, 0, 0.5]),
+])  # fmt: skip
+def test_large_logits_and_low_temperatures_drown_no_noise(logits, sampling, wanted):
+    """Only differences of logits count: float32 must not add noise to large numbers."""
+    draws = 4000
+    law = Law.of([sampling])
+    noise = keyed_noise(law, jnp.arange(draws, dtype=jnp.int32)[None], 3)
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), noise.shape)
+    chosen = choose(perturbed(log_law(rows, law), noise, law), jnp.zeros(noise.shape[:2], bool))
+    found = np.bincount(np.asarray(chosen)[0], minlength=3) / draws
+    np.testing.assert_allclose(found, wanted, atol=0.04)
 
 
 def test_noise_is_fine_enough_for_a_large_vocabulary():

@@ -166,7 +166,12 @@ def test_boundary_coins_of_a_sampled_chain(p, q, coin, kept, left):
     assert length.tolist() == [2 if kept else 1] and found.tolist() == [left]
 
 
-@pytest.mark.parametrize("bad", ([np.nan, 0, 0, 0], [np.inf, 0, 0, 0], [-np.inf] * 4))
+ONE_STOP = [-np.inf, -np.inf, 1, -np.inf]  # nothing is left once token 2 is barred
+
+
+@pytest.mark.parametrize(
+    "bad", ([np.nan, 0, 0, 0], [np.inf, 0, 0, 0], [-np.inf] * 4, ONE_STOP), ids=str
+)
 @pytest.mark.parametrize("acceptance", ("coupled", "rejection", "drawn"))
 def test_rows_from_which_nothing_can_be_chosen(acceptance, bad):
     """Their request gets no bonus, and no node that is not a child; its neighbour goes on."""
@@ -177,6 +182,8 @@ def test_rows_from_which_nothing_can_be_chosen(acceptance, bad):
     logits = jnp.zeros((2, 4, V)).at[0, 0].set(jnp.asarray(bad))
     law, positions = Law.of([Sampling(1.0), Sampling(1.0, seed=1)]), jnp.arange(8).reshape(2, 4)
     stops = jnp.full((2, 1), -1), jnp.zeros((2, 4), bool)
+    if bad is ONE_STOP:
+        stops = jnp.array([[2], [-1]]), stops[1].at[0, 0].set(True)
     if acceptance == "coupled":
         noise = keyed_noise(law, positions, V)
         bonus = coupled_tokens(ALONE, logits, law, positions, noise, *stops, V)[:, 0]
