@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import ceilings, results_file
+from benchmarks.slices import random_records
 from ddtree_jax.pallas.expert_config import ExpertConfig, choose_config
 from ddtree_jax.pallas.expert_matmul import expert_mlp_kernel, expert_mlp_reference
 from ddtree_jax.pallas.expert_weights import Records, records_shape
@@ -50,21 +51,8 @@ CASES = (
 def draw_records(seed: int, experts: int, width: int, hidden: int, layers: int = 1):
     """Random gate, up and down in records, made expert by expert where they will stay."""
 
-    @partial(jax.jit, static_argnames=("part", "out", "inner"))
     def draw(key, part: str, out: int, inner: int):
-        shape = records_shape(part, out, inner)
-
-        def one(key):
-            words, scales = jax.random.split(key)
-            bits = jax.random.bits(words, (*shape[:3], 8, 128), jnp.uint32)
-            pair = jax.random.uniform(scales, (*shape[:3], 1, 128, 2), jnp.float32, 0.5, 1.5)
-            pair = (pair * (inner**-0.5 / 4.6)).astype(jnp.bfloat16)  # of unit gain
-            pair = jax.lax.bitcast_convert_type(pair, jnp.uint16).astype(jnp.uint32)
-            joined = jnp.concatenate([bits, pair[..., 0] | pair[..., 1] << 16], axis=-2)
-            return jax.lax.bitcast_convert_type(joined, jnp.int32)
-
-        made = jax.lax.map(one, jax.random.split(key, layers * experts))
-        return made.reshape(layers, experts, *shape)
+        return random_records(key, (layers, experts, *records_shape(part, out, inner)), inner)
 
     keys = jax.random.split(jax.random.key(seed))
     both, down = draw(keys[0], "gate", width, hidden), draw(keys[1], "down", hidden, width)
