@@ -65,7 +65,8 @@ def coupled_tokens(
 
     def choice(logits, noise, law, stop_ids, _, barred):
         logits = bar_stops(logits, stop_ids, barred)
-        return choose(perturbed(log_law(logits, law), noise, law), are_broken(logits))
+        log_p = log_law(logits, law)
+        return choose(perturbed(log_p, noise, law), are_broken(logits))
 
     requests, rows = (law, stop_ids), (positions, barred)
     return _by_rows(plan, choice, logits, noise, requests, rows, vocab, True)
