@@ -155,10 +155,10 @@ def alternatives(case: Case) -> list[ExpertConfig]:
     ]
     some = [ExpertConfig((8,)), ExpertConfig((16,)), ExpertConfig((8, 16, 32), stages=6)]
     many = [
-        ExpertConfig((8, 16, 32), stages=6, scale="weight"),
-        ExpertConfig((16, 32), stages=6),
-        ExpertConfig((32,), stages=6),
-        ExpertConfig((64,), stages=5),
+        ExpertConfig((16, 24, 32, 40), stages=5),
+        ExpertConfig((16, 24, 32), stages=6),
+        ExpertConfig((8, 16, 24, 32, 40), stages=5),
+        ExpertConfig((24, 40), stages=5),
     ]
     most = [
         ExpertConfig((64,), stages=5),

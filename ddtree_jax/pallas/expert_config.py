@@ -82,7 +82,7 @@ def choose_config(pairs: int, experts: int, packed: bool) -> ExpertConfig:
 PACKED = (
     (4, ExpertConfig((8,), stages=8)),
     (12, ExpertConfig((8, 16), stages=8)),
-    (40, ExpertConfig((16, 24, 32, 40), stages=5)),
+    (40, ExpertConfig((8, 16, 32), stages=6)),
     (math.inf, ExpertConfig((32, 96), stages=4)),
 )
 DENSE = (

@@ -62,7 +62,9 @@ def test_shipped_configurations(m, routing, weights):
 
 
 @pytest.mark.parametrize("scale", ["weight", "group", "bias"])
-@pytest.mark.parametrize("tiles", [(8,), (8, 16), (8, 16, 32), (32, 96), (64,), (128,)])
+@pytest.mark.parametrize(
+    "tiles", [(8,), (8, 16), (8, 16, 32), (16, 24, 40), (32, 96), (64,), (128,)]
+)
 def test_configurations(tiles, scale, few):
     config = ExpertConfig(tiles, stages=3, scale=scale)
     x, ids, share = case(200, experts=16)

@@ -98,6 +98,7 @@ def test_items_shared_out_by_steps(ctas):
         ExpertConfig((8, 16), stages=3, warpgroups=2, ctas=2, balance=False),
         ExpertConfig((16,), stages=2, ctas=5, scale="group", balance=False),
         ExpertConfig((32, 96), stages=2, ctas=2, balance=False),
+        ExpertConfig((16, 24, 40), stages=2, ctas=2, balance=False),
     ],
 )
 def test_other_configurations(config, weights, interpret):
