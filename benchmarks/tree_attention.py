@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import ceilings, results_file
+from benchmarks.ahead import build
 from ddtree_jax.pallas.tree_attention import BEST, Config, make_plan, tree_attention
 from ddtree_jax.pallas.tree_attention_reference import tree_attention_reference
 
@@ -115,12 +116,17 @@ def inputs(point: Point, seed: int = 0) -> tuple:
     )
 
 
-def plan_of(point: Point, config: Config, arguments: tuple):
-    _, _, _, tables, lengths, row_start, words = arguments
-    make = partial(
-        make_plan, heads=point.heads, pages=tables.shape[1], max_rows=point.width, config=config
-    )
-    return jax.jit(make)(lengths, row_start, words)
+def planner(point: Point, config: Config) -> Callable:
+    """The plan of block tables' width, lengths, rows and words."""
+
+    def run(*arguments):
+        _, _, _, tables, lengths, row_start, words = arguments
+        return make_plan(
+            lengths, row_start, words, heads=point.heads, pages=tables.shape[1],
+            max_rows=point.width, config=config,
+        )  # fmt: skip
+
+    return jax.jit(run, keep_unused=True)
 
 
 def calls_of(point: Point, layers: int) -> int:
@@ -169,15 +175,29 @@ class Timed:
             jax.block_until_ready(self.run(*self.arguments))
 
 
-def prepare(point: Point, config: Config, arguments: tuple, masked: bool = True) -> Timed:
-    plan = plan_of(point, config, arguments)
-    compiled = program(point, config, masked).lower(plan, *arguments).compile()
-    return Timed(point, config, compiled, (plan, *arguments), calls=len(arguments[1]))
+def name_of(kind: str, point: Point, config: Config | None = None, masked: bool = True) -> str:
+    """The file of a program that was compiled ahead."""
+    sizes = f"{kind}_r{point.requests}_s{point.context}_n{point.width}_h{point.heads}"
+    settings = "" if config is None else "_" + "_".join(map(str, dataclasses.astuple(config)))
+    return sizes + settings + ("" if masked else "_bare")
 
 
-def prepare_both(point: Point, config: Config, arguments: tuple) -> tuple[Timed, Callable]:
+def prepare(
+    point: Point, config: Config, arguments: tuple, masked: bool = True, folder: Path | None = None
+) -> Timed:
+    plan = build(planner(point, config), arguments, name_of("plan", point, config), folder)
+    plan = plan(*arguments)
+    run = program(point, config, masked)
+    run = build(run, (plan, *arguments), name_of("calls", point, config, masked), folder)
+    return Timed(point, config, run, (plan, *arguments), calls=len(arguments[1]))
+
+
+def prepare_both(
+    point: Point, config: Config, arguments: tuple, folder: Path | None
+) -> tuple[Timed, Callable]:
     """The program and the reference's: many are compiled side by side."""
-    return prepare(point, config, arguments), reference(point, arguments)
+    expected = build(reference(point), arguments, name_of("reference", point), folder)
+    return prepare(point, config, arguments, folder=folder), expected
 
 
 def in_turn(programs: Sequence[Timed], samples: int) -> list[list[float]]:
@@ -192,15 +212,15 @@ def in_turn(programs: Sequence[Timed], samples: int) -> list[list[float]]:
     return taken
 
 
-def reference(point: Point, arguments: tuple) -> Callable:
-    """The compiled reference in float32, of the first layer and the first latents."""
+def reference(point: Point) -> Callable:
+    """The reference in float32, of the first layer and the first latents."""
 
     def run(queries, latents, pool, *rest):
         wide = [x.astype(jnp.float32) for x in (queries, latents[0], pool[:1])]
         keywords = dict(scale=SCALE, value_size=VALUE, max_rows=point.width)
         return tree_attention_reference(wide[0], wide[1], wide[2], 0, *rest, **keywords)[0]
 
-    return jax.jit(run).lower(*arguments).compile()
+    return jax.jit(run)
 
 
 def max_rel_error(timed: Timed, reference: Callable) -> float:
@@ -262,13 +282,18 @@ def choose(
     return {kind: min(configs, key=lambda c, k=kind: product[k, c]) for kind in kinds}
 
 
-def measure(wanted: Sequence[Point], chosen: dict[tuple, Config], workers: int, log: Callable):
+def measure(
+    wanted: Sequence[Point], chosen: dict[tuple, Config], workers: int, log: Callable,
+    folder: Path | None = None,
+):  # fmt: skip
     """Check and time every point with the config of its class; yields result points."""
     for batch in itertools.batched(wanted, workers):
         made = [inputs(point) for point in batch]
         with ThreadPoolExecutor(workers) as pool:
             jobs = [
-                pool.submit(prepare_both, point, chosen.get(point.kind, Config()), arguments)
+                pool.submit(
+                    prepare_both, point, chosen.get(point.kind, Config()), arguments, folder
+                )
                 for point, arguments in zip(batch, made, strict=True)
             ]
             programs = [job.result() for job in jobs]
@@ -280,10 +305,10 @@ def measure(wanted: Sequence[Point], chosen: dict[tuple, Config], workers: int, 
             yield found
 
 
-def mask_cost(config: Config) -> float:
+def mask_cost(config: Config, folder: Path | None = None) -> float:
     """Time of the mask and the lengths over the same kernel without them."""
     arguments = inputs(MASK)
-    programs = [prepare(MASK, config, arguments, masked) for masked in (True, False)]
+    programs = [prepare(MASK, config, arguments, masked, folder) for masked in (True, False)]
     masked, bare = (statistics.median(samples) for samples in in_turn(programs, 12))
     return masked / bare - 1
 
@@ -322,7 +347,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budget-seconds", type=float, default=float("inf"), help="begin no point after so long"
     )
+    parser.add_argument(
+        "--programs", type=Path, help="folder of programs compiled ahead (benchmarks/ahead.py)"
+    )
     args = parser.parse_args(arguments)
+    if args.programs and args.stage in ("choose", "all"):
+        parser.error(f"--programs goes with check, mask and measure, not with {args.stage}")
     if args.stage in ("check", "mask") and args.budget_seconds != float("inf"):
         parser.error(f"--budget-seconds {args.budget_seconds:g} goes with choose, measure and all")
     start = time.monotonic()
@@ -340,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{time.monotonic() - start:6.1f}s {where} {text}  {changed or ''}", flush=True)
 
     if args.stage == "check":
-        list(measure(CHECKED, BEST, args.workers, log))
+        list(measure(CHECKED, BEST, args.workers, log, args.programs))
         return
     before = ceilings.measure()
     chosen = dict(BEST)
@@ -352,16 +382,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.stage == "choose":
         return
     if args.stage == "mask":
-        print("mask costs", mask_cost(chosen.get(MASK.kind, Config())))
+        print("mask costs", mask_cost(chosen.get(MASK.kind, Config()), args.programs))
         return
     found, cost = [], None
-    for point in measure(ALL, chosen, args.workers, log):
+    for point in measure(ALL, chosen, args.workers, log, args.programs):
         found.append(point)
         write(args.output, found, cost, {"ceilings_before": before})
         if enough():
             break
     else:
-        cost = mask_cost(chosen.get(MASK.kind, Config()))
+        cost = mask_cost(chosen.get(MASK.kind, Config()), args.programs)
     after = ceilings.measure()
     write(args.output, found, cost, {"ceilings_before": before, "ceilings_after": after})
     print(summarize(found, cost))

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from lossless import prompts_of
@@ -12,6 +13,7 @@ from tiny import tiny_model
 import ddtree_jax as dd
 from benchmarks import (
     acceptance,
+    ahead,
     ceilings,
     results_file,
     sampling,
@@ -373,10 +375,23 @@ def test_attention_program_is_attention_only(monkeypatch):
     monkeypatch.setattr(tree_attention, "CALLS", (3, 3))
     point, config = tree_attention.Point(2, 128, 9, 8), tree_attention.Config()
     made = tree_attention.inputs(point)
-    plan = tree_attention.plan_of(point, config, made)
+    plan = tree_attention.planner(point, config)(*made)
     run = tree_attention.program(point, config, True)
     text = run.trace(plan, *made).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2 and text.count("call @_run") == 3
+
+
+def test_programs_compiled_ahead(monkeypatch, tmp_path):
+    """Loaded they give what they gave; a missing one and other versions are named."""
+    run, x = jax.jit(lambda x: jnp.sin(x).sum(axis=0)), jnp.arange(12.0).reshape(3, 4)
+    ahead.save(tmp_path, "sines", ahead.build(run, (x,), "sines"))
+    loaded = ahead.build(run, (x,), "sines", tmp_path)
+    np.testing.assert_array_equal(loaded(x), run(x))
+    with pytest.raises(FileNotFoundError, match="cosines.xz: compile it ahead"):
+        ahead.build(run, (x,), "cosines", tmp_path)
+    monkeypatch.setattr(ahead, "MADE_WITH", ("0.1", "0.2"))
+    with pytest.raises(ValueError, match="here are 0.1 and 0.2"):
+        ahead.build(run, (x,), "sines", tmp_path)
 
 
 def test_attention_below_the_limit_is_an_error():
