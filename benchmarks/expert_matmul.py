@@ -157,7 +157,6 @@ def alternatives(case: Case) -> list[ExpertConfig]:
     many = [
         ExpertConfig((16, 24, 32, 40), stages=5),
         ExpertConfig((16, 24, 32), stages=6),
-        ExpertConfig((8, 16, 24, 32, 40), stages=5),
         ExpertConfig((24, 40), stages=5),
     ]
     most = [

@@ -382,15 +382,16 @@ def test_attention_program_is_attention_only(monkeypatch):
 
 
 def test_programs_compiled_ahead(monkeypatch, tmp_path):
-    """Loaded they give what they gave; a missing one and other versions are named."""
+    """Loaded they give what they gave; a missing one and other sources are named."""
     run, x = jax.jit(lambda x: jnp.sin(x).sum(axis=0)), jnp.arange(12.0).reshape(3, 4)
     ahead.save(tmp_path, "sines", ahead.build(run, (x,), "sines"))
     loaded = ahead.build(run, (x,), "sines", tmp_path)
     np.testing.assert_array_equal(loaded(x), run(x))
     with pytest.raises(FileNotFoundError, match="cosines.xz: compile it ahead"):
         ahead.build(run, (x,), "cosines", tmp_path)
-    monkeypatch.setattr(ahead, "MADE_WITH", ("0.1", "0.2"))
-    with pytest.raises(ValueError, match="here are 0.1 and 0.2"):
+    other = ahead.made_with() | {"sources": "others"}
+    monkeypatch.setattr(ahead, "made_with", lambda: other)
+    with pytest.raises(ValueError, match="sines.xz: made with .* here are .*'sources': 'others'"):
         ahead.build(run, (x,), "sines", tmp_path)
 
 
